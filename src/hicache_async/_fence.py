@@ -1,0 +1,101 @@
+"""ThreadFence: the fence of a machine without streams, set by a thread and awaited on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from ._threads import post_to_loop
+
+
+class ThreadFence:
+    """A one-shot event that a thread sets or fails, and that any thread or the loop can wait for.
+
+    It is also the HostFence of :meth:`hicache_async.HiCache.host_fence`.
+
+    Ownership: whoever runs the work behind the fence must set or fail it, once.
+    """
+
+    __slots__ = ("_callbacks", "_done", "_event", "_lock", "_loop", "error", "name")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, name: str = "fence") -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._event: threading.Event | None = None
+        self._done = False
+        self._callbacks: list[Callable[[], None]] = []
+        self.error: BaseException | None = None
+        self.name = name
+
+    def __repr__(self) -> str:
+        state = "failed" if self.error is not None else "passed" if self._done else "open"
+        return f"<{type(self).__name__} {self.name} {state}>"
+
+    def passed(self) -> bool:
+        """Return whether the fence was set (or failed). Any thread, never blocks."""
+        return self._done
+
+    def block(self, stream: object | None = None) -> None:
+        """Wait in the calling thread until the fence is set.
+
+        Raises: what the fence was failed with.
+        """
+        if not self._done:
+            with self._lock:
+                if self._event is None:
+                    self._event = threading.Event()
+                    if self._done:
+                        self._event.set()
+                event = self._event
+            event.wait()
+        if self.error is not None:
+            raise self.error
+
+    def set(self) -> None:
+        """Let everybody pass. Any thread; a second call does nothing."""
+        self._settle(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Let everybody pass with ``error``. Any thread; does nothing when already settled."""
+        self._settle(error)
+
+    def _settle(self, error: BaseException | None) -> None:
+        with self._lock:
+            if self._done:
+                return
+            self.error = error
+            self._done = True
+            if self._event is not None:
+                self._event.set()
+            callbacks, self._callbacks = self._callbacks, []
+        if callbacks:
+            post_to_loop(lambda: self._loop.call_soon_threadsafe(_run_all, callbacks))
+
+    def add_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once on the loop after the fence has settled. Loop thread only.
+
+        A fence that has settled already runs it at once.
+        """
+        with self._lock:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    async def wait(self) -> None:
+        """Return when the fence is set.
+
+        Raises: what the fence was failed with. Cancellation: ends the wait only.
+        """
+        if not self._done:
+            reached: asyncio.Future[None] = self._loop.create_future()
+            self.add_callback(lambda: None if reached.done() else reached.set_result(None))
+            await reached
+        if self.error is not None:
+            raise self.error
+
+
+def _run_all(callbacks: list[Callable[[], None]]) -> None:
+    for callback in callbacks:
+        callback()

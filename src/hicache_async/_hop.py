@@ -1,0 +1,120 @@
+"""Hop: one piece of work outside the loop, ended by one sync callback on the loop.
+
+Whatever may be written or read by a thread, a copy engine or a store belongs to a Hop from submit to
+:meth:`Hop.settle`. Tasks only wait for ``hop.settled``; cancelling them, natively, by a scope or twice,
+frees nothing, so no page can change hands while a thread still touches it. A Hop knows no page: what it
+owns is in the closure of ``on_settled``, the only place that may give it back or publish it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, Future
+from typing import Generic, TypeVar
+
+from ._threads import post_to_loop
+from .errors import InvariantError
+from .types import StopToken
+
+T = TypeVar("T")
+
+
+class Hop(Generic[T]):
+    """One thread job, one store call or one submitted copy.
+
+    Attributes:
+        settled: resolves to None after ``on_settled`` has run; wait for it with ``asyncio.wait``,
+            which never cancels what it waits for.
+        result, error: the outcome; both None until settled.
+    """
+
+    __slots__ = ("_on_settled", "_registry", "error", "name", "result", "settled", "stop", "task")
+
+    def __init__(self, name: str, on_settled: Callable[[Hop[T]], None], registry: HopRegistry) -> None:
+        self.name = name
+        self.stop = StopToken()
+        self.result: T | None = None
+        self.error: BaseException | None = None
+        self.settled: asyncio.Future[None] = registry.loop.create_future()
+        self.task: asyncio.Task[T] | None = None
+        self._on_settled = on_settled
+        self._registry = registry
+        registry.live.add(self)
+
+    def __repr__(self) -> str:
+        return f"<Hop {self.name} {'settled' if self.settled.done() else 'running'}>"
+
+    def settle(self, result: T | None = None, error: BaseException | None = None) -> None:
+        """Record the outcome, run ``on_settled`` and wake the waiters. Loop thread, once.
+
+        Raises: InvariantError: the hop had settled before.
+        """
+        if self not in self._registry.live:
+            raise InvariantError(f"{self!r} settled twice")
+        self._registry.live.discard(self)
+        self.result, self.error = result, error
+        try:
+            self._on_settled(self)
+        except Exception as bug:  # noqa: BLE001 - a mover's top level: a bug here must not vanish in a callback
+            self._registry.on_bug(bug)
+        if not self.settled.done():
+            self.settled.set_result(None)
+
+
+class HopRegistry:
+    """Start hops and know which are live.
+
+    Args:
+        loop: where callbacks run.
+        on_bug: called with an exception that a completion callback raised.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_bug: Callable[[BaseException], None]) -> None:
+        self.loop = loop
+        self.on_bug = on_bug
+        self.live: set[Hop[object] | Hop[int] | Hop[None]] = set()
+
+    def start_job(
+        self, name: str, threads: Executor, fn: Callable[[], T], on_settled: Callable[[Hop[T]], None]
+    ) -> Hop[T]:
+        """Run ``fn`` on ``threads``; the hop settles when it has returned or raised."""
+        hop = Hop(name, on_settled, self)
+
+        def report(future: Future[T]) -> None:
+            if future.cancelled():
+                post_to_loop(lambda: self.loop.call_soon_threadsafe(hop.settle, None, asyncio.CancelledError()))
+                return
+            error = future.exception()
+            result = None if error is not None else future.result()
+            post_to_loop(lambda: self.loop.call_soon_threadsafe(hop.settle, result, error))
+
+        threads.submit(fn).add_done_callback(report)
+        return hop
+
+    def start_call(
+        self, name: str, call: Callable[[StopToken], Awaitable[T]], on_settled: Callable[[Hop[T]], None]
+    ) -> Hop[T]:
+        """Run a coroutine, mostly a store's, as a task that nobody else waits for or cancels.
+
+        The hop settles when the coroutine has ended *and* the jobs it bracketed with its stop token
+        have. A coroutine torn away by a foreign cancel (a loop shutting down) that never bracketed a
+        job may have left a thread behind: its hop stays live, and what it owns is never reused.
+        """
+        hop = Hop(name, on_settled, self)
+
+        async def run() -> T:
+            return await call(hop.stop)
+
+        def ended(task: asyncio.Task[T]) -> None:
+            torn = task.cancelled()
+            error = asyncio.CancelledError() if torn else task.exception()
+            result = None if error is not None else task.result()
+            if hop.stop.busy:
+                hop.stop.when_quiet(lambda: hop.settle(result, error))
+            elif not torn or hop.stop.tracked:
+                hop.settle(result, error)
+
+        hop.task = self.loop.create_task(run(), name=f"hicache:{name}")
+        hop.task.add_done_callback(ended)
+        return hop

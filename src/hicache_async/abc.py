@@ -1,0 +1,199 @@
+"""The seams: what a store, a device, a rank group, a clock and a page pool must do.
+
+Stores see bytes only. Devices see planes of bytes, one per (layer, K or V). Nothing here runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from .types import Pages, StopToken
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Fence(Protocol):
+    """A point in the order of device work."""
+
+    def passed(self) -> bool:
+        """Return whether everything before this point has been done. Never blocks; any thread."""
+        ...
+
+    def block(self, stream: object | None = None) -> None:
+        """Order ``stream`` behind this point; without streams the calling thread waits.
+
+        Raises: what failed, where the device can tell.
+        """
+        ...
+
+
+class HostFence(Fence, Protocol):
+    """A fence that a host thread sets, for a forward that runs in a thread."""
+
+    def set(self) -> None:
+        """Declare the work done. Any thread; later calls do nothing."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Declare the work failed: what it should have written is not to be trusted."""
+        ...
+
+
+class PagedBytes(Protocol):
+    """The bytes of one tier as planes: for each layer K and V (MLA: one), each (num_pages, nbytes)."""
+
+    num_layers: int
+    num_pages: int
+
+    def planes(self, layer: int) -> Sequence[torch.Tensor]:
+        """Return the uint8 planes of ``layer``, each of shape (num_pages, plane_nbytes), not copied."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyPlan:
+    """Which pages move between a device and a host arena; both id arrays have the same length."""
+
+    kv: PagedBytes
+    arena: PagedBytes
+    device_pages: Pages
+    host_pages: Pages
+
+
+class Device(Protocol):
+    """Moves pages between device and host, and makes fences."""
+
+    async def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """Return a uint8 tensor of ``nbytes``, page-locked where possible; off the loop, in chunks."""
+        ...
+
+    def fence(self, stream: object | None = None) -> Fence:
+        """Return a fence behind what was queued so far; None: on the engine's compute stream."""
+        ...
+
+    def host_to_device(self, plan: CopyPlan, after: Sequence[Fence]) -> Sequence[Fence]:
+        """Queue the copy behind ``after``; returns one fence per layer, in layer order."""
+        ...
+
+    def device_to_host(self, plan: CopyPlan, after: Sequence[Fence]) -> Fence:
+        """Queue the copy behind ``after``; returns one fence for all of it."""
+        ...
+
+    async def wait(self, fence: Fence) -> None:
+        """Return when ``fence`` has passed.
+
+        Raises: what failed. Cancellation: ends the wait only, never the copy.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Let go of streams and threads; never waits for a hung copy."""
+        ...
+
+
+class Store(Protocol):
+    """Keeps objects of bytes under string keys. It never sees a tensor, a page id or a token.
+
+    Any method may raise; the cache turns that into a shorter prefix. All run on the cache's loop.
+    """
+
+    async def count_prefix(self, keys: Sequence[str]) -> int:
+        """Return how many keys exist, consecutive from ``keys[0]``."""
+        ...
+
+    async def read(self, keys: Sequence[str], into: Sequence[memoryview], stop: StopToken) -> int:
+        """Fill buffers whole, in order, and return how many, consecutive from 0.
+
+        Only verified bytes count. Between pages look at ``stop.stopped``. When this returns,
+        nothing of it touches a buffer any more; a store with threads says more through ``stop``.
+        """
+        ...
+
+    async def write(self, keys: Sequence[str], pages: Sequence[memoryview]) -> int:
+        """Store pages in order and return how many, consecutive from 0.
+
+        An object is visible only when complete. A key that is present is touched, not rewritten.
+        When this returns, nothing of it reads a page any more.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Let go of everything; never waits for a hung operation."""
+        ...
+
+
+@runtime_checkable
+class SupportsDelete(Protocol):
+    """A store that can delete objects."""
+
+    async def delete(self, keys: Sequence[str]) -> int:
+        """Delete the keys that exist; returns how many did."""
+        ...
+
+
+@runtime_checkable
+class SupportsListing(Protocol):
+    """A store that can list its keys."""
+
+    async def list_keys(self) -> Sequence[str]:
+        """Return the keys of all complete objects, in no particular order."""
+        ...
+
+
+class Ranks(Protocol):
+    """A group of processes that agree on outcomes by element-wise MIN."""
+
+    rank: int
+    size: int
+
+    async def agree(self, ticket: bytes, vote: Sequence[int]) -> Sequence[int]:
+        """Return the element-wise MIN of all ranks' votes for ``ticket``; up to 8 int64."""
+        ...
+
+    async def aclose(self) -> None:
+        """Leave the group."""
+        ...
+
+
+class TimerHandle(Protocol):
+    """A timer that can be cancelled."""
+
+    def cancel(self) -> None:
+        """Stop the timer; does nothing when it has fired."""
+        ...
+
+
+class Clock(Protocol):
+    """Where deadlines come from; a test brings its own."""
+
+    def monotonic(self) -> float:
+        """Return seconds since some fixed point."""
+        ...
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> TimerHandle:
+        """Call ``callback`` on the loop after ``delay_s``."""
+        ...
+
+
+class DevicePool(Protocol):
+    """The free device pages, where the engine keeps its own book of them.
+
+    The cache calls it on its loop only, and is then the only one to call it.
+    """
+
+    capacity: int
+
+    def take(self, num_pages: int) -> Pages:
+        """Take exactly ``num_pages`` free pages out; raises CapacityError and takes none otherwise."""
+        ...
+
+    def give_back(self, pages: Pages) -> None:
+        """Put pages back."""
+        ...
+
+    def num_free(self) -> int:
+        """Return how many pages can be taken."""
+        ...

@@ -1,0 +1,248 @@
+"""CacheConfig: every option, its default, its range, and the combinations that are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from .errors import ConfigError, NamespaceError
+
+
+class _Word(enum.StrEnum):
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        word = str(value).replace("-", "_")
+        return next((member for member in cls if member.value == word), None)
+
+
+class WritePolicy(_Word):
+    """When a committed page is copied to the host."""
+
+    WRITE_THROUGH = "write_through"
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+    WRITE_BACK = "write_back"
+
+
+class PrefetchMode(_Word):
+    """How a prefetch ends."""
+
+    BEST_EFFORT = "best_effort"
+    WAIT_COMPLETE = "wait_complete"
+    TIMEOUT = "timeout"
+
+
+class HostLayout(_Word):
+    """Axis order of the host arena."""
+
+    LAYER_FIRST = "layer_first"
+    PAGE_FIRST = "page_first"
+    PAGE_FIRST_DIRECT = "page_first_direct"
+    HEAD_GROUPED = "head_grouped"
+
+
+class IoMode(_Word):
+    """How bytes move between device and host."""
+
+    KERNEL = "kernel"
+    DIRECT = "direct"
+
+
+class KeyScheme(_Word):
+    """How an object of the store is named."""
+
+    RANK_SUFFIX = "rank_suffix"
+    UNIFIED = "unified"
+
+
+class RankLoss(_Word):
+    """What a cache does after a rank was lost."""
+
+    NO_REUSE = "no_reuse"
+    CLOSE = "close"
+
+
+class PrefetchOverflow(_Word):
+    """What a prefetch does when the host pool cannot take the whole hit."""
+
+    SHRINK = "shrink"
+    REFUSE = "refuse"
+
+
+IO_MODES: dict[HostLayout, tuple[IoMode, ...]] = {
+    HostLayout.LAYER_FIRST: (IoMode.KERNEL, IoMode.DIRECT),
+    HostLayout.PAGE_FIRST: (IoMode.KERNEL,),
+    HostLayout.PAGE_FIRST_DIRECT: (IoMode.DIRECT,),
+    HostLayout.HEAD_GROUPED: (IoMode.KERNEL,),
+}
+"""The io modes that go with each host layout; any other pair is refused."""
+
+_WORDS: dict[str, type[_Word]] = {
+    "write_policy": WritePolicy,
+    "prefetch_policy": PrefetchMode,
+    "host_layout": HostLayout,
+    "io_mode": IoMode,
+    "key_scheme": KeyScheme,
+    "on_rank_loss": RankLoss,
+    "prefetch_overflow": PrefetchOverflow,
+}
+
+_ALIASES = {"io_backend": "io_mode", "mem_layout": "host_layout"}
+
+# field: (type, lowest allowed, whether the lowest itself is allowed, highest allowed)
+_RANGES: dict[str, tuple[type, float, bool, float]] = {
+    "page_size": (int, 1, True, 1 << 20),
+    "host_ratio": (float, 0, False, math.inf),
+    "host_reserve_bytes": (int, 0, True, math.inf),
+    "prefetch_threshold_tokens": (int, 0, True, math.inf),
+    "prefetch_timeout_base_s": (float, 0, True, math.inf),
+    "prefetch_timeout_per_ki_token_s": (float, 0, True, math.inf),
+    "prefetch_timeout_cap_s": (float, 0, True, math.inf),
+    "prefetch_capacity_fraction": (float, 0, False, 1),
+    "store_batch_pages": (int, 1, True, 1 << 16),
+    "max_loads_in_flight": (int, 1, True, 1 << 10),
+    "max_offloads_in_flight": (int, 1, True, 1 << 16),
+    "max_backups_pending": (int, 1, True, 1 << 24),
+    "close_timeout_s": (float, 0, True, math.inf),
+    "store_timeout_s": (float, 0, False, math.inf),
+    "consensus_timeout_s": (float, 0, False, math.inf),
+    "ticket_timeout_s": (float, 0, False, math.inf),
+    "group_timeout_s": (float, 0, False, math.inf),
+    "tp_size": (int, 1, True, 1 << 16),
+    "pp_size": (int, 1, True, 1 << 16),
+    "cp_size": (int, 1, True, 1 << 16),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The options of one cache. Checked when built: a value that cannot work raises ConfigError.
+
+    Times are seconds, sizes are bytes per rank, lengths are tokens; each name carries its unit.
+    """
+
+    model_id: str = "model"
+    """Whose KV this is; part of every key. Two models must never share one."""
+    fingerprint: str = ""
+    """What else makes bytes non-interchangeable: revision, rope scaling, quantisation."""
+    page_size: int = 64
+    host_ratio: float = 2.0
+    host_bytes: int | None = None
+    host_reserve_bytes: int = 10 << 30
+    allow_small_host: bool = False
+    host_layout: HostLayout = HostLayout.PAGE_FIRST
+    io_mode: IoMode = IoMode.KERNEL
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
+    prefetch_policy: PrefetchMode = PrefetchMode.TIMEOUT
+    prefetch_threshold_tokens: int = 256
+    prefetch_timeout_base_s: float = 1.0
+    prefetch_timeout_per_ki_token_s: float = 0.25
+    prefetch_timeout_cap_s: float = 8.0
+    prefetch_capacity_fraction: float = 0.5
+    prefetch_overflow: PrefetchOverflow = PrefetchOverflow.SHRINK
+    store_batch_pages: int = 128
+    load_threshold_tokens: int | None = None
+    """A smaller load is recomputed instead; None: one page."""
+    max_loads_in_flight: int = 3
+    max_offloads_in_flight: int = 64
+    """Device-to-host copies under way at once; one more is skipped, counted and made up for later."""
+    max_backups_pending: int = 1024
+    """Paths waiting to be written to the store; one more is skipped, counted and made up for later."""
+    existence_ttl_s: float = 5.0
+    """How long a store may believe that an object exists; -1: for ever."""
+    close_timeout_s: float = 10.0
+    store_timeout_s: float = 5.0
+    consensus_timeout_s: float = 1.0
+    ticket_timeout_s: float = 30.0
+    group_timeout_s: float = 60.0
+    on_rank_loss: RankLoss = RankLoss.NO_REUSE
+    key_scheme: KeyScheme = KeyScheme.RANK_SUFFIX
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name, words in _WORDS.items():
+            object.__setattr__(self, name, _as_word(name, getattr(self, name), words))
+        for name, (kind, low, low_allowed, high) in _RANGES.items():
+            _check_number(name, getattr(self, name), kind, low, low_allowed, high)
+        if self.host_bytes is not None:
+            _check_number("host_bytes", self.host_bytes, int, 0, False, math.inf)
+        if self.load_threshold_tokens is not None:
+            _check_number("load_threshold_tokens", self.load_threshold_tokens, int, 0, True, math.inf)
+        if self.existence_ttl_s != -1:
+            _check_number("existence_ttl_s", self.existence_ttl_s, float, 0, True, math.inf)
+        if not isinstance(self.model_id, str) or not self.model_id:
+            raise ConfigError(f"model_id is {self.model_id!r}; give a non-empty string that names the model")
+        if not isinstance(self.fingerprint, str):
+            raise ConfigError(f"fingerprint is {self.fingerprint!r}; give a string")
+        self._check_grid()
+        self._check_layout()
+
+    def _check_grid(self) -> None:
+        for axis in ("tp", "pp", "cp"):
+            rank, size = getattr(self, f"{axis}_rank"), getattr(self, f"{axis}_size")
+            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size:
+                raise NamespaceError(f"{axis}_rank is {rank!r}; it must be an integer in 0 .. {axis}_size-1 = {size - 1}")
+
+    def _check_layout(self) -> None:
+        allowed = IO_MODES[self.host_layout]
+        if self.io_mode not in allowed:
+            pairs = "; ".join(f"{layout}: {', '.join(modes)}" for layout, modes in IO_MODES.items())
+            raise ConfigError(
+                f"host_layout {self.host_layout} does not go with io_mode {self.io_mode}. Pairs that do: {pairs}"
+            )
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, object]) -> Self:
+        """Build from a mapping, as read from a file.
+
+        Args:
+            options: field names to values; ``io_backend`` is accepted for ``io_mode`` and
+                ``mem_layout`` for ``host_layout``.
+        Raises:
+            ConfigError: an unknown name, or a value out of range.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        known: dict[str, object] = {}
+        for name, value in options.items():
+            field_name = _ALIASES.get(name, name).replace("-", "_")
+            if field_name not in names:
+                raise ConfigError(f"{name} is not an option; the options are {', '.join(sorted(names))}")
+            known[field_name] = value
+        return cls(**known)  # type: ignore[arg-type]
+
+    @property
+    def effective_prefetch_threshold_tokens(self) -> int:
+        """Fewer missing tokens than this are not worth asking the store for."""
+        return max(self.prefetch_threshold_tokens, self.page_size)
+
+    @property
+    def effective_load_threshold_tokens(self) -> int:
+        """Fewer host tokens than this are recomputed rather than loaded."""
+        return self.page_size if self.load_threshold_tokens is None else self.load_threshold_tokens
+
+
+def _as_word(name: str, value: object, words: type[_Word]) -> _Word:
+    try:
+        return words(value)
+    except ValueError:
+        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(words)}") from None
+
+
+def _check_number(name: str, value: object, kind: type, low: float, low_allowed: bool, high: float) -> None:
+    wanted = "an integer" if kind is int else "a finite number"
+    bound = f"{'>=' if low_allowed else '>'} {low:g}" + (f" and <= {high:g}" if high != math.inf else "")
+    accepted = int if kind is int else (int, float)
+    right = isinstance(value, accepted) and not isinstance(value, bool)
+    if right:
+        number: float = value  # type: ignore[assignment]
+        right = math.isfinite(number) and low <= number <= high and (low_allowed or number != low)
+    if not right:
+        raise ConfigError(f"{name} is {value!r}; it must be {wanted} {bound}")
