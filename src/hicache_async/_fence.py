@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from ._threads import post_to_loop
+from .abc import Fence
 
 
 class ThreadFence:
     """A one-shot event that a thread sets or fails, and that any thread or the loop can wait for.
-
-    It is also the HostFence of :meth:`hicache_async.HiCache.host_fence`.
 
     Ownership: whoever runs the work behind the fence must set or fail it, once.
     """
@@ -69,8 +68,8 @@ class ThreadFence:
             if self._event is not None:
                 self._event.set()
             callbacks, self._callbacks = self._callbacks, []
-        if callbacks:
-            post_to_loop(lambda: self._loop.call_soon_threadsafe(_run_all, callbacks))
+        for callback in callbacks:  # one call each: one that raises must not rob the others
+            post_to_loop(self._loop.call_soon_threadsafe, callback)
 
     def add_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once on the loop after the fence has settled. Loop thread only.
@@ -90,12 +89,26 @@ class ThreadFence:
         """
         if not self._done:
             reached: asyncio.Future[None] = self._loop.create_future()
-            self.add_callback(lambda: None if reached.done() else reached.set_result(None))
-            await reached
+
+            def wake() -> None:
+                if not reached.done():
+                    reached.set_result(None)
+
+            self.add_callback(wake)
+            try:
+                await reached
+            except asyncio.CancelledError:
+                with self._lock:  # an open fence must not collect the waiters that gave up
+                    self._callbacks = [callback for callback in self._callbacks if callback is not wake]
+                raise
         if self.error is not None:
             raise self.error
 
 
-def _run_all(callbacks: list[Callable[[], None]]) -> None:
-    for callback in callbacks:
-        callback()
+class EngineFence(ThreadFence):
+    """The fence of :meth:`hicache_async.HiCache.host_fence`: the engine sets it when its forward is over.
+
+    Nobody may be handed a page to wait for it with: the one who would set it may be the one who waits.
+    """
+
+    __slots__ = ()

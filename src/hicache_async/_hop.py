@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ._threads import post_to_loop
 from .errors import InvariantError
@@ -58,8 +58,9 @@ class Hop(Generic[T]):
             self._on_settled(self)
         except Exception as bug:  # noqa: BLE001 - a mover's top level: a bug here must not vanish in a callback
             self._registry.on_bug(bug)
-        if not self.settled.done():
-            self.settled.set_result(None)
+        finally:
+            if not self.settled.done():
+                self.settled.set_result(None)
 
 
 class HopRegistry:
@@ -73,23 +74,24 @@ class HopRegistry:
     def __init__(self, loop: asyncio.AbstractEventLoop, on_bug: Callable[[BaseException], None]) -> None:
         self.loop = loop
         self.on_bug = on_bug
-        self.live: set[Hop[object] | Hop[int] | Hop[None]] = set()
+        self.live: set[Hop[Any]] = set()
 
     def start_job(
         self, name: str, threads: Executor, fn: Callable[[], T], on_settled: Callable[[Hop[T]], None]
     ) -> Hop[T]:
-        """Run ``fn`` on ``threads``; the hop settles when it has returned or raised."""
+        """Run ``fn`` on ``threads``; the hop settles when it has returned or raised.
+
+        Raises: RuntimeError: the threads were shut down; no hop was made and nothing changes hands.
+        """
+        job = threads.submit(fn)
         hop = Hop(name, on_settled, self)
 
-        def report(future: Future[T]) -> None:
-            if future.cancelled():
-                post_to_loop(lambda: self.loop.call_soon_threadsafe(hop.settle, None, asyncio.CancelledError()))
-                return
-            error = future.exception()
-            result = None if error is not None else future.result()
-            post_to_loop(lambda: self.loop.call_soon_threadsafe(hop.settle, result, error))
+        def report(job: Future[T]) -> None:
+            error = asyncio.CancelledError() if job.cancelled() else job.exception()
+            result = None if error is not None else job.result()
+            post_to_loop(self.loop.call_soon_threadsafe, hop.settle, result, error)
 
-        threads.submit(fn).add_done_callback(report)
+        job.add_done_callback(report)
         return hop
 
     def start_call(
@@ -107,9 +109,10 @@ class HopRegistry:
             return await call(hop.stop)
 
         def ended(task: asyncio.Task[T]) -> None:
-            torn = task.cancelled()
-            error = asyncio.CancelledError() if torn else task.exception()
+            error = asyncio.CancelledError() if task.cancelled() else task.exception()
             result = None if error is not None else task.result()
+            # A store that lets the CancelledError of something of its own out has ended, not been torn.
+            torn = task.cancelled() and task.cancelling() > 0
             if hop.stop.busy:
                 hop.stop.when_quiet(lambda: hop.settle(result, error))
             elif not torn or hop.stop.tracked:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_Job = Callable[[], None]
 
 
 class DaemonThreads(Executor):
@@ -28,10 +27,9 @@ class DaemonThreads(Executor):
         self._max_workers = max_workers
         self._name = name
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._workers = 0
-        self._idle = 0
-        self._waiting: set[Future[object]] = set()
+        self._unfinished: set[Future[Any]] = set()
         self._shut = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -40,42 +38,41 @@ class DaemonThreads(Executor):
         Raises: RuntimeError: the executor was shut down.
         """
         future: Future[T] = Future()
-
-        def job() -> None:
-            with self._lock:
-                self._waiting.discard(future)  # type: ignore[arg-type]
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = fn(*args, **kwargs)
-            except BaseException as error:  # noqa: BLE001 - a future carries whatever its job raised
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
         with self._lock:
             if self._shut:
                 raise RuntimeError(f"threads {self._name!r} were shut down")
-            self._waiting.add(future)  # type: ignore[arg-type]
-            self._jobs.put(job)
-            if self._idle < self._jobs.qsize() and self._workers < self._max_workers:
-                self._workers += 1
-                name = f"{self._name}-{self._workers}"
+            # Decided from what was submitted, not from what the threads say of themselves: one that has
+            # taken a job but not yet said so would pass for idle, and the next job would wait behind it.
+            if self._workers <= len(self._unfinished) and self._workers < self._max_workers:
+                name = f"{self._name}-{self._workers + 1}"
                 threading.Thread(target=self._work, name=name, daemon=True).start()
+                self._workers += 1
+            self._unfinished.add(future)
+            self._jobs.put((future, functools.partial(fn, *args, **kwargs)))
         return future
 
     def _work(self) -> None:
-        while True:
-            with self._lock:
-                self._idle += 1
-            job = self._jobs.get()
-            with self._lock:
-                self._idle -= 1
-                if job is None:
-                    self._workers -= 1
-                    return
-            job()
+        while (job := self._jobs.get()) is not None:
+            self._run(*job)
             del job  # a finished job must not keep its buffers alive while the thread idles
+
+    def _run(self, future: Future[T], call: Callable[[], T]) -> None:
+        if not future.set_running_or_notify_cancel():
+            self._forget(future)
+            return
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 - a future carries whatever its job raised
+            self._forget(future)
+            future.set_exception(error)
+            del future, call  # the traceback holds this frame: a cycle would keep the job's buffers alive
+        else:
+            self._forget(future)
+            future.set_result(result)
+
+    def _forget(self, future: Future[T]) -> None:
+        with self._lock:
+            self._unfinished.discard(future)
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = True) -> None:
         """Refuse new jobs, cancel the waiting ones and let idle threads end. Never waits.
@@ -88,17 +85,21 @@ class DaemonThreads(Executor):
             if self._shut:
                 return
             self._shut = True
-            waiting = list(self._waiting) if cancel_futures else []
+            unfinished = list(self._unfinished) if cancel_futures else []
             for _ in range(self._workers):
                 self._jobs.put(None)
-        for future in waiting:
-            future.cancel()
+        for future in unfinished:
+            future.cancel()  # does nothing to one that runs
 
 
-def post_to_loop(post: Callable[[], object]) -> None:
-    """Run ``loop.call_soon_threadsafe(...)`` from a thread; a loop that is gone is not an error.
+def post_to_loop(post: Callable[..., object], *args: object) -> None:
+    """Run ``loop.call_soon_threadsafe`` from a thread; a loop that is gone is not an error.
 
     With its loop closed nobody can be told any more; the pages go with the arena.
+
+    Args:
+        post: the bound method, or a closure that calls it.
+        args: what it is called with.
     """
     with contextlib.suppress(RuntimeError):
-        post()
+        post(*args)

@@ -182,6 +182,8 @@ class CacheConfig:
             raise ConfigError(f"model_id is {self.model_id!r}; give a non-empty string that names the model")
         if not isinstance(self.fingerprint, str):
             raise ConfigError(f"fingerprint is {self.fingerprint!r}; give a string")
+        if not isinstance(self.allow_small_host, bool):
+            raise ConfigError(f"allow_small_host is {self.allow_small_host!r}; give True or False")
         self._check_grid()
         self._check_layout()
 
@@ -189,14 +191,16 @@ class CacheConfig:
         for axis in ("tp", "pp", "cp"):
             rank, size = getattr(self, f"{axis}_rank"), getattr(self, f"{axis}_size")
             if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size:
-                raise NamespaceError(f"{axis}_rank is {rank!r}; it must be an integer in 0 .. {axis}_size-1 = {size - 1}")
+                raise NamespaceError(
+                    f"{axis}_rank is {rank!r}; it must be an integer in 0 .. {axis}_size-1 = {size - 1}"
+                )
 
     def _check_layout(self) -> None:
         allowed = IO_MODES[self.host_layout]
         if self.io_mode not in allowed:
             pairs = "; ".join(f"{layout}: {', '.join(modes)}" for layout, modes in IO_MODES.items())
             raise ConfigError(
-                f"host_layout {self.host_layout} does not go with io_mode {self.io_mode}. Pairs that do: {pairs}"
+                f"host_layout {self.host_layout} does not go with io_mode {self.io_mode}; these do: {pairs}"
             )
 
     @classmethod
@@ -212,9 +216,14 @@ class CacheConfig:
         names = {field.name for field in dataclasses.fields(cls)}
         known: dict[str, object] = {}
         for name, value in options.items():
-            field_name = _ALIASES.get(name, name).replace("-", "_")
+            word = str(name).replace("-", "_")
+            field_name = _ALIASES.get(word, word)
             if field_name not in names:
                 raise ConfigError(f"{name} is not an option; the options are {', '.join(sorted(names))}")
+            if field_name in known:
+                raise ConfigError(
+                    f"{name} is {value!r}, but {field_name} was given already; give one of the two"
+                )
             known[field_name] = value
         return cls(**known)  # type: ignore[arg-type]
 
@@ -231,14 +240,14 @@ class CacheConfig:
 
 def _as_word(name: str, value: object, words: type[_Word]) -> _Word:
     try:
-        return words(value)
+        return words(str(value))
     except ValueError:
         raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(words)}") from None
 
 
 def _check_number(name: str, value: object, kind: type, low: float, low_allowed: bool, high: float) -> None:
     wanted = "an integer" if kind is int else "a finite number"
-    bound = f"{'>=' if low_allowed else '>'} {low:g}" + (f" and <= {high:g}" if high != math.inf else "")
+    bound = f"{'>=' if low_allowed else '>'} {low}" + (f" and <= {high}" if high != math.inf else "")
     accepted = int if kind is int else (int, float)
     right = isinstance(value, accepted) and not isinstance(value, bool)
     if right:

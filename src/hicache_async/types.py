@@ -79,10 +79,12 @@ class StopToken:
     when the coroutine has ended and every job has.
     """
 
-    __slots__ = ("_jobs", "_quiet", "stopped", "tracked")
+    __slots__ = ("_jobs", "_quiet", "reason", "stopped", "tracked")
 
     def __init__(self) -> None:
         self.stopped = False
+        self.reason: Stop | None = None
+        """Why a read came back short, where the store can tell: VANISHED, CORRUPT or STORE_FAULT."""
         self.tracked = False
         self._jobs = 0
         self._quiet: Callable[[], None] | None = None

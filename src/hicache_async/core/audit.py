@@ -1,0 +1,90 @@
+"""Proofs over the tree: counters recomputed from the nodes, and pages each in one place."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from ..errors import InvariantError
+from ..types import Pages, Residency, Tier
+from .node import Node
+from .pool import NO_PAGES, Owner, PagePool
+from .tree import TIERS, PrefixTree
+
+
+def check_tree(tree: PrefixTree, *, write_through: bool) -> None:
+    """Raise InvariantError unless every node is linked, counted and ordered as the tree promises."""
+    for seed, root in tree.roots.items():
+        for node in root.subtree():
+            if node is root:
+                continue
+            _check_node(tree, node, write_through=write_through)
+        if root.segment != seed or not (root.children or root.is_held):
+            raise InvariantError(f"root {seed.hex()!r} is empty or misfiled")
+    for node in tree.detached:
+        if node.attached or not (node.is_held or node.children or node.residency is not Residency.GHOST):
+            raise InvariantError(f"{node!r} is among the detached nodes for no reason")
+
+
+def _check_node(tree: PrefixTree, node: Node, *, write_through: bool) -> None:
+    parent = node.parent
+    assert parent is not None
+    if len(node.segment) != node.num_pages * tree.page_nbytes or not node.num_pages:
+        raise InvariantError(f"{node!r} has {len(node.segment)} bytes of tokens")
+    if not node.attached or node.residency is Residency.GHOST:
+        raise InvariantError(f"{node!r} can be reached and holds nothing")
+    for tier in TIERS:
+        copy = node.copy_in(tier)
+        if copy.pages is not None and len(copy.pages) != node.num_pages:
+            raise InvariantError(f"{node!r} has {len(copy.pages)} pages on {tier}")
+        below = sum(child.copy_in(tier).pages is not None for child in (node.children or {}).values())
+        if below != copy.children or copy.pins < 0:
+            raise InvariantError(f"{node!r} counts {copy.children} children on {tier}, has {below}")
+        if copy.pins and copy.pages is None:
+            raise InvariantError(f"{node!r} is pinned on {tier} and has no pages there")
+    if parent.parent is not None:
+        if node.device.pages is not None and parent.device.pages is None:
+            raise InvariantError(f"{node!r} is on the device, {parent!r} above it is not")
+        if write_through and node.host.pages is not None and parent.host.pages is None:
+            raise InvariantError(f"{node!r} is on the host, {parent!r} above it is not")
+
+
+def tree_pages(tree: PrefixTree, tier: Tier) -> Pages:
+    """Return the page ids of ``tier`` that nodes hold, detached ones included, in no order."""
+    nodes = [node for root in tree.roots.values() for node in root.subtree()] + list(tree.detached)
+    held = [copy.pages for node in nodes if (copy := node.copy_in(tier)).pages is not None]
+    return np.concatenate(held) if held else NO_PAGES
+
+
+def check_pins(tree: PrefixTree, expected: dict[Tier, Counter[Node]]) -> None:
+    """Raise InvariantError unless the pins on every node are those that leases and moves hold."""
+    nodes = [node for root in tree.roots.values() for node in root.subtree()] + list(tree.detached)
+    for tier in TIERS:
+        found = Counter({node: node.copy_in(tier).pins for node in nodes if node.copy_in(tier).pins})
+        if found != expected[tier]:
+            wrong = [node for node in found | expected[tier] if found[node] != expected[tier][node]]
+            raise InvariantError(
+                f"pins on {tier} do not match the leases and moves: "
+                + ", ".join(f"{node!r} has {found[node]}, should have {expected[tier][node]}" for node in wrong[:4])
+            )
+
+
+def check_owner(pool: PagePool, owner: Owner, pages: Pages) -> None:
+    """Raise InvariantError unless ``pages`` are exactly what ``owner`` holds of ``pool``, each once."""
+    booked = pool.owned_by(owner)
+    actual = np.sort(pages)
+    if len(booked) != len(actual) or (booked != actual).any():
+        missing = np.setdiff1d(booked, actual)[:8].tolist()
+        extra = np.setdiff1d(actual, booked)[:8].tolist()
+        raise InvariantError(
+            f"{pool.name}: {len(booked)} pages are booked to {owner.name.lower()}, {len(actual)} found; "
+            f"booked and not found {missing}, found and not booked {extra}"
+        )
+
+
+def check_capacity(pool: PagePool) -> None:
+    """Raise InvariantError unless free + leased + in hops + in tree == capacity."""
+    held = {owner: len(pool.owned_by(owner)) for owner in (Owner.LEASE, Owner.HOP, Owner.TREE)}
+    if pool.num_free + sum(held.values()) != pool.capacity:
+        raise InvariantError(f"{pool.name}: {pool.num_free} free and {held} do not add up to {pool.capacity}")

@@ -1,0 +1,195 @@
+"""Holding: what one request holds, in pages. All of a lease's bookkeeping, sync and on integers.
+
+Page table of a loaded request, in pages from token 0 (half-open):
+
+    [0, end)              the tree's, kept by the device pin at ``end``; some may be private duplicates
+    [end, len(table))     private: allocated, being computed
+    reserved              private: room promised by load, not in the table yet
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .._fence import combine
+from ..abc import Fence
+from ..errors import LeaseError
+from ..types import Pages, Tier
+from .hashing import HashChain
+from .node import Node
+from .pool import NO_PAGES, Grant, Owner, PagePool
+from .tokens import TOKEN_NBYTES, TokenKey
+from .tree import Match, PrefixTree
+
+
+class Holding:
+    """The pages and pins of one request.
+
+    Args:
+        tree, device_pool: where they come from and go back to.
+        key: the request's tokens; ``length`` of them are this request's.
+        chain: what the page hashes depend on.
+        whole: whether a match may cover all of the tokens, leaving nothing to compute.
+    """
+
+    __slots__ = (
+        "_device_pool", "_tree", "chain", "committed_pages", "device_end", "fences", "host_end", "host_end_page",
+        "key", "length", "loaded", "loaded_pages", "owned", "released", "reserved", "table", "whole",
+    )  # fmt: skip
+
+    def __init__(
+        self, tree: PrefixTree, device_pool: PagePool, key: TokenKey, length: int, chain: HashChain, *, whole: bool
+    ) -> None:
+        self._tree = tree
+        self._device_pool = device_pool
+        self.key = key
+        self.length = length
+        self.chain = chain
+        self.whole = whole
+        self.table: Pages = NO_PAGES
+        self.owned = np.empty(0, dtype=np.bool_)
+        """Which pages of the table are private."""
+        self.reserved: Pages = NO_PAGES
+        self.fences: list[Fence] = []
+        """Fences behind which private pages may be written."""
+        self.device_end: Node | None = None
+        self.host_end: Node | None = None
+        """The deepest node that a prefetch attached for this request, pinned on the host until load."""
+        self.host_end_page = 0
+        self.committed_pages = 0
+        self.loaded_pages = 0
+        self.loaded = False
+        self.released = False
+
+    # Looking
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of one page."""
+        return self.chain.page_nbytes // TOKEN_NBYTES
+
+    @property
+    def limit_pages(self) -> int:
+        """How many pages a match may cover: all whole pages, less what must be left to compute for logits."""
+        return max(0, self.length - (0 if self.whole else 1)) // self.page_tokens
+
+    def match(self) -> Match:
+        """Return how far the request's tokens are cached now."""
+        return self._tree.match(self.chain.seed, self.key.data, self.limit_pages)
+
+    def hashes(self, num_pages: int) -> list[bytes]:
+        """Return the hashes of at least the first ``num_pages``."""
+        return self.key.page_hashes(self.chain, num_pages)
+
+    def private_pages(self) -> Pages:
+        """Return the pages booked to this lease."""
+        return np.concatenate((self.table[self.owned], self.reserved))
+
+    # Taking
+
+    def pin_host(self, node: Node, end_page: int) -> None:
+        """Keep what a prefetch attached, up to ``node``, which ends at ``end_page``."""
+        if end_page > self.host_end_page:
+            self._tree.pin(Tier.HOST, node)
+            self.unpin_host()
+            self.host_end, self.host_end_page = node, end_page
+
+    def unpin_host(self) -> None:
+        """Let go of what a prefetch attached."""
+        if self.host_end is not None:
+            self._tree.unpin(Tier.HOST, self.host_end)
+            self.host_end, self.host_end_page = None, 0
+
+    def settle_load(self, end: Node, num_pages: int) -> None:
+        """Take over the first ``num_pages``, all on the device; ``end`` is pinned for this lease already."""
+        pages = [node.device.pages for node in end.path() if node.device.pages is not None]
+        self.table = np.concatenate(pages) if pages else NO_PAGES
+        self.owned = np.zeros(num_pages, dtype=np.bool_)
+        assert len(self.table) == num_pages
+        self.device_end = end
+        self.committed_pages = self.loaded_pages = num_pages
+        self.loaded = True
+
+    def reserve(self, grant: Grant) -> None:
+        """Add pages, booked to this lease, to the reserve."""
+        self.reserved = np.concatenate((self.reserved, grant.pages))
+        self.fences += grant.after
+
+    def shrink_reserve(self, num_pages: int) -> Pages:
+        """Take pages beyond ``num_pages`` out of the reserve and return them, still booked to this lease."""
+        spare, self.reserved = self.reserved[num_pages:], self.reserved[:num_pages]
+        return spare
+
+    def missing_pages(self, total_pages: int) -> int:
+        """Return how many pages beyond table and reserve it takes to hold ``total_pages``."""
+        return max(0, total_pages - len(self.table) - len(self.reserved))
+
+    def place(self, total_pages: int) -> Pages:
+        """Move reserved pages into the table until it holds ``total_pages``; returns the new ones."""
+        count = max(0, total_pages - len(self.table))
+        new, self.reserved = self.reserved[:count], self.reserved[count:]
+        self.table = np.concatenate((self.table, new))
+        self.owned = np.concatenate((self.owned, np.ones(len(new), dtype=np.bool_)))
+        return new
+
+    def open_fence(self) -> Fence | None:
+        """Return one fence behind which private pages may be written; None: at once."""
+        fence = combine(self.fences)
+        self.fences = [] if fence is None else [fence]
+        return fence
+
+    # Giving
+
+    def commit(self, end_page: int, ready: Sequence[Fence]) -> Node:
+        """Publish pages ``[committed, end_page)``; duplicates stay private. Returns the node at their end.
+
+        Raises: LeaseError: nothing was loaded.
+        """
+        if self.device_end is None:
+            raise LeaseError("commit before load(): call load() first, even when nothing is cached")
+        start = self.committed_pages
+        if end_page <= start:
+            return self.device_end
+        if not self.device_end.attached:
+            # The prefix this request stands on was cleared or doubted: its pages stay private.
+            self.committed_pages = end_page
+            return self.device_end
+        graft = self._tree.graft(
+            Tier.DEVICE,
+            self.device_end,
+            self.key.data,
+            self.hashes(end_page),
+            start,
+            self.table[start:end_page],
+            source=Owner.LEASE,
+            ready=ready,
+        )
+        self.owned[start:end_page] = ~graft.taken
+        self._tree.pin(Tier.DEVICE, graft.end)
+        self._tree.unpin(Tier.DEVICE, self.device_end)
+        self.device_end = graft.end
+        self.committed_pages = end_page
+        return graft.end
+
+    def drop_tail(self, num_pages: int, after: Fence | None) -> None:
+        """Free the private pages of the table from ``num_pages`` on."""
+        self._device_pool.free(self.table[num_pages:], Owner.LEASE, after=combine([after, *self.fences]))
+        self.table, self.owned = self.table[:num_pages], self.owned[:num_pages]
+
+    def release(self, after: Fence | None, *, unpin: bool = True) -> None:
+        """Give everything back; private pages may be reused behind ``after``.
+
+        Args:
+            unpin: False when the tree is not to be trusted any more.
+        """
+        self.released = True
+        self._device_pool.free(self.table[self.owned], Owner.LEASE, after=combine([after, *self.fences]))
+        self._device_pool.free(self.reserved, Owner.LEASE, after=combine(self.fences))
+        self.table, self.reserved, self.owned = NO_PAGES, NO_PAGES, np.empty(0, dtype=np.bool_)
+        if unpin:
+            self.unpin_host()
+            if self.device_end is not None:
+                self._tree.unpin(Tier.DEVICE, self.device_end)
+        self.host_end = self.device_end = None

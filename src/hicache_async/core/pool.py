@@ -1,0 +1,189 @@
+"""PagePool: the book of one tier's pages. Every page has one owner; every change of owner is checked."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .._fence import EngineFence, combine, engine_fence_in
+from ..abc import DevicePool, Fence
+from ..errors import CapacityError, InvariantError
+from ..types import Pages
+
+NO_PAGES: Pages = np.empty(0, dtype=np.int64)
+
+
+class Owner(enum.IntEnum):
+    """Who may touch or hand on a page."""
+
+    FREE = 0
+    LEASE = 1
+    HOP = 2
+    TREE = 3
+
+
+class FreeList:
+    """A stack of free page ids: what came back last goes out first, in ascending runs where possible."""
+
+    __slots__ = ("_ids", "_top", "capacity")
+
+    def __init__(self, num_pages: int, reserved_pages: Sequence[int] = ()) -> None:
+        ids = np.setdiff1d(np.arange(num_pages, dtype=np.int64), np.asarray(reserved_pages, dtype=np.int64))
+        self._ids = ids[::-1].copy()
+        self._top = len(ids)
+        self.capacity = len(ids)
+
+    def take(self, num_pages: int) -> Pages:
+        """Take exactly ``num_pages`` pages; raises CapacityError and takes none if fewer are free."""
+        if num_pages > self._top:
+            raise CapacityError(f"{num_pages} pages asked for, {self._top} free")
+        self._top -= num_pages
+        return self._ids[self._top : self._top + num_pages][::-1].copy()
+
+    def give_back(self, pages: Pages) -> None:
+        """Put pages back."""
+        self._ids[self._top : self._top + len(pages)] = pages[::-1]
+        self._top += len(pages)
+
+    def num_free(self) -> int:
+        """Return how many pages can be taken."""
+        return self._top
+
+
+@dataclass(slots=True)
+class Grant:
+    """Pages taken from a pool, and the fences that a writer must be ordered behind."""
+
+    pages: Pages
+    after: list[Fence] = field(default_factory=list)
+
+
+class PagePool:
+    """The pages of one tier.
+
+    A freed page may carry a fence of the device: it counts as free, goes only to a user of the
+    device, and its fence goes along. Behind an EngineFence a page is not free until the fence is set.
+
+    Args:
+        name: for messages.
+        free_list: who keeps the free ids.
+        num_page_ids: ids are 0 .. num_page_ids-1.
+        on_freed: called after pages became available later than at the call that freed them.
+    """
+
+    def __init__(
+        self, name: str, free_list: DevicePool, num_page_ids: int, on_freed: Callable[[], None] = lambda: None
+    ) -> None:
+        self.name = name
+        self.capacity = free_list.capacity
+        self._free_list = free_list
+        self._owners = np.zeros(num_page_ids, dtype=np.uint8)
+        self._fenced: deque[tuple[Fence, Pages]] = deque()
+        self._settling: dict[int, Pages] = {}
+        self._settling_count = 0
+        self._on_freed = on_freed
+
+    def __repr__(self) -> str:
+        return f"<PagePool {self.name} {self.num_free}/{self.capacity} free, {self.num_fenced} of them fenced>"
+
+    @property
+    def num_fenced(self) -> int:
+        """Free pages whose fence is still open."""
+        return sum(len(pages) for fence, pages in self._fenced if not fence.passed())
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody owns, fenced ones included."""
+        return self._free_list.num_free() + sum(len(pages) for _, pages in self._fenced)
+
+    def available(self, *, fenced: bool) -> int:
+        """Return how many pages :meth:`take` can give; ``fenced``: to a user who orders behind fences."""
+        self._drain_passed()
+        return self.num_free if fenced else self._free_list.num_free()
+
+    def take(self, num_pages: int, owner: Owner, *, fenced: bool) -> Grant:
+        """Take exactly ``num_pages`` pages out for ``owner``.
+
+        Raises: CapacityError: fewer are available; nothing is taken.
+        Ownership: of ``owner`` from now on.
+        """
+        available = self.available(fenced=fenced)
+        if num_pages > available:
+            raise CapacityError(f"{num_pages} {self.name} pages asked for, {available} free of {self.capacity}")
+        plain = min(num_pages, self._free_list.num_free())
+        grant = Grant(self._free_list.take(plain))
+        while len(grant.pages) < num_pages:
+            fence, pages = self._fenced.popleft()
+            wanted = num_pages - len(grant.pages)
+            if len(pages) > wanted:
+                self._fenced.appendleft((fence, pages[wanted:]))
+            grant.pages = np.concatenate((grant.pages, pages[:wanted]))
+            grant.after.append(fence)
+        self._check(grant.pages, Owner.FREE, "taken")
+        self._owners[grant.pages] = owner
+        return grant
+
+    def move(self, pages: Pages, source: Owner, target: Owner) -> None:
+        """Change the owner of ``pages``.
+
+        Raises: InvariantError: a page is not ``source``'s, or stands twice; nothing is changed.
+        """
+        self._check(pages, source, f"moved to {target.name.lower()}")
+        self._owners[pages] = target
+
+    def free(self, pages: Pages, source: Owner, *, after: Fence | None = None) -> None:
+        """Put ``pages`` of ``source`` back, to be reused only behind ``after``.
+
+        Raises: InvariantError: as :meth:`move`; nothing is changed.
+        """
+        if not len(pages):
+            return
+        self._check(pages, source, "freed")
+        if after is None or after.passed():
+            self._owners[pages] = Owner.FREE
+            self._free_list.give_back(pages)
+        elif (engine_fence := engine_fence_in(after)) is not None:
+            self._settle_later(pages, engine_fence, after)
+        else:
+            self._owners[pages] = Owner.FREE
+            self._fenced.append((after, pages))
+
+    def _settle_later(self, pages: Pages, engine_fence: EngineFence, after: Fence) -> None:
+        self._owners[pages] = Owner.HOP
+        self._settling_count += 1
+        number = self._settling_count
+        self._settling[number] = pages
+
+        def settled() -> None:
+            del self._settling[number]
+            self.free(pages, Owner.HOP, after=combine([after]))
+            self._on_freed()
+
+        engine_fence.add_callback(settled)
+
+    def _drain_passed(self) -> None:
+        while self._fenced and self._fenced[0][0].passed():
+            self._free_list.give_back(self._fenced.popleft()[1])
+
+    def _check(self, pages: Pages, owner: Owner, verb: str) -> None:
+        owners = self._owners[pages]
+        if (owners != owner).any():
+            wrong = [(int(page), Owner(int(o)).name.lower()) for page, o in zip(pages, owners, strict=True) if o != owner]
+            raise InvariantError(
+                f"{self.name} pages {verb} as {owner.name.lower()}'s are not: "
+                + ", ".join(f"{page} is {held}" for page, held in wrong[:8])
+            )
+        if len(pages) > 1 and len(set(pages.tolist())) != len(pages):
+            raise InvariantError(f"{self.name} pages {verb} twice in one call: {sorted(pages.tolist())[:16]}")
+
+    def owned_by(self, owner: Owner) -> Pages:
+        """Return the ids that ``owner`` holds, ascending; for audits. Cost: the size of the pool."""
+        return np.flatnonzero(self._owners == owner)
+
+    def settling(self) -> list[Pages]:
+        """Return the pages that wait for an EngineFence; the book has them as a hop's."""
+        return list(self._settling.values())

@@ -1,0 +1,103 @@
+"""TokenKey: the token ids of one request as bytes, with the page hashes found so far."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..types import Tokens
+from .hashing import HashChain
+
+TOKEN_NBYTES = 4
+MAX_TOKEN = (1 << 32) - 1
+
+
+def token_bytes(tokens: Tokens) -> bytes:
+    """Return token ids as little-endian uint32.
+
+    Args:
+        tokens: one dimension; a list or tuple of ints, an integer array, or a CPU tensor.
+    Raises: ConfigError: an id that is not an integer in 0 .. 2**32-1, naming its position.
+    """
+    if isinstance(tokens, (list, tuple, range)):
+        try:
+            return struct.pack(f"<{len(tokens)}I", *tokens)
+        except struct.error:
+            raise _refusal(tokens) from None
+    array = np.asarray(tokens)
+    if array.ndim != 1:
+        raise ConfigError(f"tokens have shape {array.shape}; give one dimension")
+    if array.size == 0:
+        return b""
+    if array.dtype.kind not in "iu":
+        raise ConfigError(f"tokens have dtype {array.dtype}; give integers")
+    if (array.dtype.kind == "i" and array.min() < 0) or (array.itemsize > TOKEN_NBYTES and array.max() > MAX_TOKEN):
+        raise _refusal(array.tolist())
+    return array.astype("<u4", copy=False).tobytes()
+
+
+def _refusal(tokens: Sequence[object]) -> ConfigError:
+    for position, token in enumerate(tokens):
+        is_integer = isinstance(token, (int, np.integer))
+        if not is_integer or not 0 <= int(token) <= MAX_TOKEN:  # type: ignore[call-overload]
+            return ConfigError(f"token {position} is {token!r}; token ids are integers in 0 .. 2**32-1")
+    return ConfigError("token ids must be integers in 0 .. 2**32-1")
+
+
+class TokenKey:
+    """The token ids of a request: append-only, built once, extended turn by turn.
+
+    A key remembers the page hashes computed for it, so keep it for the life of a conversation.
+    Leases that share a key each remember their own length.
+    """
+
+    __slots__ = ("_chain", "_hashes", "data")
+
+    def __init__(self, tokens: Tokens = ()) -> None:
+        self.data = bytearray(token_bytes(tokens))
+        self._chain: HashChain | None = None
+        self._hashes: list[bytes] = []
+
+    def __len__(self) -> int:
+        return len(self.data) // TOKEN_NBYTES
+
+    def __repr__(self) -> str:
+        return f"<TokenKey of {len(self)} tokens>"
+
+    def extend(self, tokens: Tokens) -> None:
+        """Append token ids.
+
+        Raises: ConfigError: as :func:`token_bytes`; nothing is appended.
+        """
+        self.data += token_bytes(tokens)
+
+    def fork(self) -> TokenKey:
+        """Return an independent copy, for parallel samples of one prompt."""
+        return self.truncated(len(self))
+
+    def truncated(self, num_tokens: int) -> TokenKey:
+        """Return an independent copy of the first ``num_tokens``, hashes included."""
+        copy = TokenKey()
+        copy.data = self.data[: num_tokens * TOKEN_NBYTES]
+        copy._chain = self._chain
+        if self._chain is not None:
+            copy._hashes = self._hashes[: len(copy.data) // self._chain.page_nbytes]
+        return copy
+
+    def page_hashes(self, chain: HashChain, num_pages: int) -> list[bytes]:
+        """Return the chained hashes of the first ``num_pages`` or more pages; do not change the list."""
+        if chain != self._chain:
+            self._chain, self._hashes = chain, []
+        if len(self._hashes) < num_pages:
+            chain.extend(self._hashes, self.data, num_pages)
+        return self._hashes
+
+    def adopt_hashes(self, chain: HashChain, hashes: Sequence[bytes]) -> None:
+        """Take over hashes that the tree knows already, from page 0."""
+        if chain != self._chain:
+            self._chain, self._hashes = chain, []
+        if len(self._hashes) < len(hashes):
+            self._hashes.extend(hashes[len(self._hashes) :])

@@ -1,0 +1,128 @@
+"""CopyProgress: how far one copy has come, and the light fence of each of its layers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from .._threads import post_to_loop
+
+
+class CopyProgress:
+    """Count the layers of one copy that have moved, and wake who waits for them.
+
+    One object for the whole copy, so that a fence per layer costs two references.
+
+    Attributes:
+        num_done: layers that have moved.
+        error: what ended the copy early; the layers from ``num_done`` on have failed.
+    """
+
+    __slots__ = ("_callbacks", "_changed", "error", "name", "num_done", "num_layers")
+
+    def __init__(self, num_layers: int, name: str) -> None:
+        self.num_layers = num_layers
+        self.name = name
+        self.num_done = 0
+        self.error: BaseException | None = None
+        self._changed = threading.Condition(threading.Lock())
+        self._callbacks: dict[int, list[Callable[[], None]]] = {}
+
+    def is_settled(self, layer: int) -> bool:
+        """Return whether ``layer`` has moved or failed. Any thread, never blocks."""
+        return self.num_done > layer or self.error is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more layer will move."""
+        return self.is_settled(self.num_layers - 1)
+
+    def advance(self) -> None:
+        """Declare the next layer moved. Only the one who copies calls it."""
+        with self._changed:
+            self.num_done += 1
+            callbacks = self._callbacks.pop(self.num_done - 1, [])
+            self._changed.notify_all()
+        for callback in callbacks:
+            callback()
+
+    def fail(self, error: BaseException) -> None:
+        """Declare the remaining layers failed; does nothing when the copy is over."""
+        with self._changed:
+            if self.is_over:
+                return
+            self.error = error
+            callbacks = [callback for waiting in self._callbacks.values() for callback in waiting]
+            self._callbacks.clear()
+            self._changed.notify_all()
+        for callback in callbacks:
+            callback()
+
+    def block(self, layer: int) -> None:
+        """Wait in the calling thread until ``layer`` is settled."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_settled(layer))
+
+    def when_settled(self, layer: int, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once, in the thread that settles ``layer``; at once when it is settled."""
+        with self._changed:
+            if not self.is_settled(layer):
+                self._callbacks.setdefault(layer, []).append(callback)
+                return
+        callback()
+
+
+class LayerFence:
+    """Passed when the layers of a copy up to and including one have moved, or have failed."""
+
+    __slots__ = ("layer", "progress")
+
+    def __init__(self, progress: CopyProgress, layer: int) -> None:
+        self.progress = progress
+        self.layer = layer
+
+    def __repr__(self) -> str:
+        state = "open" if not self.passed() else "passed" if self.error is None else "failed"
+        return f"<{type(self).__name__} {self.progress.name} layer {self.layer} {state}>"
+
+    @property
+    def error(self) -> BaseException | None:
+        """What failed this layer, if anything did."""
+        return None if self.progress.num_done > self.layer else self.progress.error
+
+    def passed(self) -> bool:
+        """Return whether the layer has moved or failed. Never blocks; any thread."""
+        return self.progress.is_settled(self.layer)
+
+    def block(self, stream: object | None = None) -> None:
+        """Wait in the calling thread.
+
+        Raises: what failed the copy.
+        """
+        if not self.passed():
+            self.progress.block(self.layer)
+        if self.error is not None:
+            raise self.error
+
+    def when_settled(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once, in the thread that settles the layer; at once when it is settled."""
+        self.progress.when_settled(self.layer, callback)
+
+    async def wait(self) -> None:
+        """Return when the layer has moved.
+
+        Raises: what failed the copy. Cancellation: ends the wait only.
+        """
+        if not self.passed():
+            loop = asyncio.get_running_loop()
+            reached: asyncio.Future[None] = loop.create_future()
+
+            def reach() -> None:
+                if not reached.done():
+                    reached.set_result(None)
+
+            self.when_settled(lambda: post_to_loop(lambda: loop.call_soon_threadsafe(reach)))
+            await reached
+        if self.error is not None:
+            raise self.error

@@ -1,0 +1,47 @@
+"""Names of objects in a directory: injective, inside it, and legal on any file system."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zlib
+
+SUFFIX = ".kv"
+
+_MAX_NAME = 200  # bytes; file systems allow 255
+_PLAIN = re.compile(r"[a-z0-9_-]+")
+_TO_ESCAPE = re.compile(rb"[^a-z0-9_-]")
+_ESCAPED = re.compile(rb"%([0-9a-f]{2})")
+
+
+def key_bytes(key: str) -> bytes:
+    """Return the bytes of any str, lone surrogates included, injectively."""
+    return key.encode("utf-8", "surrogatepass")
+
+
+def object_name(key: str) -> str:
+    """Return the path of the object of ``key``, relative to the directory of objects.
+
+    It is ``xx/name.kv``, where xx spreads the objects over 256 directories. The name is the key with
+    every byte escaped as ``%xx`` that is not a lower-case letter, a digit, ``_`` or ``-``: upper case
+    too, as some file systems ignore case. A long key is named by its SHA-256, after a ``~`` that no
+    escaped key contains.
+    """
+    raw = key_bytes(key)
+    name = key if _PLAIN.fullmatch(key) else _TO_ESCAPE.sub(lambda byte: b"%%%02x" % byte[0][0], raw).decode()
+    if len(name) > _MAX_NAME:
+        name = "~" + hashlib.sha256(raw).hexdigest()
+    return f"{zlib.crc32(raw) & 0xFF:02x}/{name}{SUFFIX}"
+
+
+def key_of_name(file_name: str) -> str | None:
+    """Return the key whose object has this file name; None where the name does not tell."""
+    name = file_name.removesuffix(SUFFIX)
+    if name == file_name or name.startswith("~"):
+        return None
+    try:
+        raw = _ESCAPED.sub(lambda digits: bytes.fromhex(digits[1].decode()), name.encode())
+        key = raw.decode("utf-8", "surrogatepass")
+    except UnicodeError:
+        return None
+    return key if object_name(key).partition("/")[2] == file_name else None
