@@ -112,3 +112,38 @@ class EngineFence(ThreadFence):
     """
 
     __slots__ = ()
+
+
+class AllFences:
+    """Several fences as one; made by :func:`combine`."""
+
+    __slots__ = ("fences",)
+
+    def __init__(self, fences: Sequence[Fence]) -> None:
+        self.fences = fences
+
+    def passed(self) -> bool:
+        """Return whether all have passed."""
+        return all(fence.passed() for fence in self.fences)
+
+    def block(self, stream: object | None = None) -> None:
+        """Order ``stream`` behind all of them; without streams the calling thread waits."""
+        for fence in self.fences:
+            fence.block(stream)
+
+
+def combine(fences: Iterable[Fence | None]) -> Fence | None:
+    """Return one fence behind all that are still open; None: none is."""
+    still_open: list[Fence] = []
+    for fence in fences:
+        parts = fence.fences if isinstance(fence, AllFences) else (fence,)
+        still_open += [part for part in parts if part is not None and not part.passed() and part not in still_open]
+    if not still_open:
+        return None
+    return still_open[0] if len(still_open) == 1 else AllFences(still_open)
+
+
+def engine_fence_in(fence: Fence) -> EngineFence | None:
+    """Return an open EngineFence that ``fence`` is or contains; None: there is none."""
+    parts = fence.fences if isinstance(fence, AllFences) else (fence,)
+    return next((part for part in parts if isinstance(part, EngineFence) and not part.passed()), None)

@@ -56,7 +56,7 @@ class Hop(Generic[T]):
         self.result, self.error = result, error
         try:
             self._on_settled(self)
-        except Exception as bug:  # noqa: BLE001 - a mover's top level: a bug here must not vanish in a callback
+        except Exception as bug:
             self._registry.on_bug(bug)
         finally:
             if not self.settled.done():

@@ -238,6 +238,54 @@ class CacheConfig:
         return self.page_size if self.load_threshold_tokens is None else self.load_threshold_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class PrefetchPolicy:
+    """How one prefetch ends; times that are None come from the cache's config.
+
+    Formula: the deadline of ``timeout`` is min(cap, base + per_ki_token x tokens / 1024).
+    """
+
+    mode: PrefetchMode
+    base_s: float | None = None
+    per_ki_token_s: float | None = None
+    cap_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("base_s", "per_ki_token_s", "cap_s"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_number(name, value, float, 0, True, math.inf)
+
+    @classmethod
+    def best_effort(cls) -> PrefetchPolicy:
+        """Run until complete, stopped, or its waiter is cancelled."""
+        return cls(PrefetchMode.BEST_EFFORT)
+
+    @classmethod
+    def wait_complete(cls) -> PrefetchPolicy:
+        """Run until complete; the cache never stops it, the caller's cancel does."""
+        return cls(PrefetchMode.WAIT_COMPLETE)
+
+    @classmethod
+    def timeout(
+        cls, base_s: float | None = None, per_ki_token_s: float | None = None, cap_s: float | None = None
+    ) -> PrefetchPolicy:
+        """Stop at a deadline that grows with the tokens asked for, up to a cap; what arrived is kept.
+
+        Raises: ConfigError: a time that is negative, infinite or not a number.
+        """
+        return cls(PrefetchMode.TIMEOUT, base_s, per_ki_token_s, cap_s)
+
+    def deadline_s(self, num_tokens: int, config: CacheConfig) -> float | None:
+        """Return how long a prefetch of ``num_tokens`` may take; None: as long as it wants."""
+        if self.mode is not PrefetchMode.TIMEOUT:
+            return None
+        base_s = config.prefetch_timeout_base_s if self.base_s is None else self.base_s
+        per_s = config.prefetch_timeout_per_ki_token_s if self.per_ki_token_s is None else self.per_ki_token_s
+        cap_s = config.prefetch_timeout_cap_s if self.cap_s is None else self.cap_s
+        return min(cap_s, base_s + per_s * num_tokens / 1024)
+
+
 def _as_word(name: str, value: object, words: type[_Word]) -> _Word:
     try:
         return words(str(value))

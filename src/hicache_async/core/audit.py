@@ -16,38 +16,63 @@ from .tree import TIERS, PrefixTree
 def check_tree(tree: PrefixTree, *, write_through: bool) -> None:
     """Raise InvariantError unless every node is linked, counted and ordered as the tree promises."""
     for seed, root in tree.roots.items():
-        for node in root.subtree():
-            if node is root:
-                continue
-            _check_node(tree, node, write_through=write_through)
-        if root.segment != seed or not (root.children or root.is_held):
+        if root.segment != seed or root.parent is not None or not (root.children or root.is_held):
             raise InvariantError(f"root {seed.hex()!r} is empty or misfiled")
+        for node in root.subtree():
+            _check_children(tree, node)
+            if node is not root:
+                _check_pages(tree, node)
+                _check_place(node, write_through=write_through)
     for node in tree.detached:
         if node.attached or not (node.is_held or node.children or node.residency is not Residency.GHOST):
             raise InvariantError(f"{node!r} is among the detached nodes for no reason")
+        _check_children(tree, node)
+        _check_pages(tree, node)
 
 
-def _check_node(tree: PrefixTree, node: Node, *, write_through: bool) -> None:
-    parent = node.parent
-    assert parent is not None
+def _check_children(tree: PrefixTree, node: Node) -> None:
+    children = node.children or {}
+    for page, child in children.items():
+        if child.parent is not node or child.segment[: tree.page_nbytes] != page:
+            raise InvariantError(f"{child!r} is misfiled below {node!r}")
+    if node.only_child is not (next(iter(children.values())) if len(children) == 1 else None):
+        raise InvariantError(
+            f"{node!r} with {len(children)} children has {node.only_child!r} as the only one"
+        )
+    for tier in TIERS:
+        below = sum(child.copy_in(tier).pages is not None for child in children.values())
+        if below != node.copy_in(tier).children:
+            raise InvariantError(
+                f"{node!r} counts {node.copy_in(tier).children} children on {tier}, has {below}"
+            )
+
+
+def _check_pages(tree: PrefixTree, node: Node) -> None:
     if len(node.segment) != node.num_pages * tree.page_nbytes or not node.num_pages:
         raise InvariantError(f"{node!r} has {len(node.segment)} bytes of tokens")
-    if not node.attached or node.residency is Residency.GHOST:
-        raise InvariantError(f"{node!r} can be reached and holds nothing")
     for tier in TIERS:
         copy = node.copy_in(tier)
         if copy.pages is not None and len(copy.pages) != node.num_pages:
             raise InvariantError(f"{node!r} has {len(copy.pages)} pages on {tier}")
-        below = sum(child.copy_in(tier).pages is not None for child in (node.children or {}).values())
-        if below != copy.children or copy.pins < 0:
-            raise InvariantError(f"{node!r} counts {copy.children} children on {tier}, has {below}")
-        if copy.pins and copy.pages is None:
-            raise InvariantError(f"{node!r} is pinned on {tier} and has no pages there")
-    if parent.parent is not None:
-        if node.device.pages is not None and parent.device.pages is None:
-            raise InvariantError(f"{node!r} is on the device, {parent!r} above it is not")
-        if write_through and node.host.pages is not None and parent.host.pages is None:
-            raise InvariantError(f"{node!r} is on the host, {parent!r} above it is not")
+        if copy.pins < 0 or (copy.pins and copy.pages is None):
+            raise InvariantError(
+                f"{node!r} is pinned {copy.pins} times on {tier}, its pages are {copy.pages}"
+            )
+
+
+def _check_place(node: Node, *, write_through: bool) -> None:
+    parent = node.parent
+    assert parent is not None
+    if not node.attached or node.residency is Residency.GHOST:
+        raise InvariantError(f"{node!r} can be reached and holds nothing")
+    if parent.parent is None:
+        return
+    if node.used > parent.used:
+        raise InvariantError(f"{node!r} was used after {parent!r} above it")
+    if node.device.pages is not None and parent.device.pages is None:
+        raise InvariantError(f"{node!r} is on the device, {parent!r} above it is not")
+    if write_through and node.host.pages is not None and parent.host.pages is None:
+        raise InvariantError(f"{node!r} is on the host, {parent!r} above it is not")
 
 
 def tree_pages(tree: PrefixTree, tier: Tier) -> Pages:
@@ -66,7 +91,9 @@ def check_pins(tree: PrefixTree, expected: dict[Tier, Counter[Node]]) -> None:
             wrong = [node for node in found | expected[tier] if found[node] != expected[tier][node]]
             raise InvariantError(
                 f"pins on {tier} do not match the leases and moves: "
-                + ", ".join(f"{node!r} has {found[node]}, should have {expected[tier][node]}" for node in wrong[:4])
+                + ", ".join(
+                    f"{node!r} has {found[node]}, should have {expected[tier][node]}" for node in wrong[:4]
+                )
             )
 
 

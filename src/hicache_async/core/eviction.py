@@ -38,7 +38,7 @@ class EvictionQueue:
             self._push(node)
 
     def pop(self) -> Node | None:
-        """Take out the evictable node that was used longest ago and whose bytes are at rest; None: there is none."""
+        """Take out the evictable node, its bytes at rest, that was used longest ago; None: there is none."""
         unsettled: list[Node] = []
         found: Node | None = None
         while self._heap and found is None:

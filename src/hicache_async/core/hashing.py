@@ -6,6 +6,8 @@ import hashlib
 import struct
 from dataclasses import dataclass
 
+from ..errors import InvariantError
+
 DIGEST_NBYTES = 32
 
 
@@ -40,10 +42,13 @@ class HashChain:
         Args:
             hashes: the chain so far, from page 0; grown in place.
             data: token ids as little-endian uint32.
-            num_pages: where to stop; must not exceed the whole pages of ``data``.
+            num_pages: where to stop.
+        Raises: InvariantError: ``data`` has fewer whole pages; nothing is appended.
         """
         previous = hashes[-1] if hashes else self.seed
         step = self.page_nbytes
+        if num_pages * step > len(data):
+            raise InvariantError(f"{num_pages} pages to hash in {len(data)} bytes of {step} bytes a page")
         sha256 = hashlib.sha256
         for start in range(len(hashes) * step, num_pages * step, step):
             previous = sha256(previous + data[start : start + step]).digest()

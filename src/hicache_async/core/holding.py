@@ -35,7 +35,7 @@ class Holding:
     """
 
     __slots__ = (
-        "_device_pool", "_tree", "chain", "committed_pages", "device_end", "fences", "host_end", "host_end_page",
+        "_device_pool", "_tree", "chain", "committed_pages", "credited_pages", "device_end", "fences", "host_end", "host_end_page",
         "key", "length", "loaded", "loaded_pages", "owned", "released", "reserved", "table", "whole",
     )  # fmt: skip
 
@@ -59,6 +59,8 @@ class Holding:
         """The deepest node that a prefetch attached for this request, pinned on the host until load."""
         self.host_end_page = 0
         self.committed_pages = 0
+        self.credited_pages = 0
+        """Up to where the nodes of the path have counted this request as a hit; each counts it once."""
         self.loaded_pages = 0
         self.loaded = False
         self.released = False
@@ -87,6 +89,11 @@ class Holding:
         """Return the pages booked to this lease."""
         return np.concatenate((self.table[self.owned], self.reserved))
 
+    def check_live(self) -> None:
+        """Raise LeaseError after release."""
+        if self.released:
+            raise LeaseError("the lease was released")
+
     # Taking
 
     def pin_host(self, node: Node, end_page: int) -> None:
@@ -110,6 +117,10 @@ class Holding:
         assert len(self.table) == num_pages
         self.device_end = end
         self.committed_pages = self.loaded_pages = num_pages
+        self.loaded = True
+
+    def settle_without_tree(self) -> None:
+        """Begin with nothing cached, in a cache that matches and keeps nothing."""
         self.loaded = True
 
     def reserve(self, grant: Grant) -> None:
@@ -172,6 +183,25 @@ class Holding:
         self.device_end = graft.end
         self.committed_pages = end_page
         return graft.end
+
+    def credit(self) -> None:
+        """Count this request as a hit of every node that it has committed and not counted yet."""
+        end_page, node = self.committed_pages, self.device_end
+        while node is not None and node.parent is not None and end_page > self.credited_pages:
+            node.hits += 1
+            end_page -= node.num_pages
+            node = node.parent
+        self.credited_pages = max(self.credited_pages, self.committed_pages)
+
+    def extend(self, data: bytes) -> None:
+        """Append token ids; a key that somebody else has extended differently is forked."""
+        end = self.length * TOKEN_NBYTES
+        known = bytes(self.key.data[end : end + len(data)])
+        if not data.startswith(known):
+            self.key = self.key.truncated(self.length)
+            known = b""
+        self.key.data += data[len(known) :]
+        self.length += len(data) // TOKEN_NBYTES
 
     def drop_tail(self, num_pages: int, after: Fence | None) -> None:
         """Free the private pages of the table from ``num_pages`` on."""

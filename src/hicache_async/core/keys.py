@@ -38,7 +38,8 @@ def escape_model_id(model_id: str) -> str:
     """Return ``model_id`` in letters that every file system takes; injective, so a/b differs from a-b."""
     plain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-"
     return "".join(
-        letter if letter in plain else "".join(f"%{byte:02x}" for byte in letter.encode()) for letter in model_id
+        letter if letter in plain else "".join(f"%{byte:02x}" for byte in letter.encode())
+        for letter in model_id
     )
 
 

@@ -16,6 +16,7 @@ class TierCopy:
         pins: leases and moves that end at this node; it and all nodes above keep the tier.
         children: how many children have pages in this tier.
         ready: fences behind which the bytes are there, one per layer or one for all; () when they are.
+            A fence that failed has passed too, so only the one who watches it may take it away.
     """
 
     __slots__ = ("children", "pages", "pins", "ready")
@@ -27,9 +28,7 @@ class TierCopy:
         self.ready: Sequence[Fence] = ()
 
     def is_ready(self) -> bool:
-        """Whether the bytes are there; forgets fences that have passed."""
-        if self.ready and all(fence.passed() for fence in self.ready):
-            self.ready = ()
+        """Whether the bytes are known to be there: whoever watches the fences has seen them pass unfailed."""
         return not self.ready
 
 
@@ -39,6 +38,7 @@ class Node:
     Attributes:
         segment: the token ids of the run as little-endian uint32, a whole number of pages.
         children: by the bytes of their first page; None while there are none.
+        only_child: the child, where there is exactly one; lets a match walk without looking up keys.
         hashes: the chained hash of each page, from the root of the prompt.
         hits: commits that went through this node.
         used: when it was last matched or committed, in ticks of the tree; never newer than its parent's.
@@ -47,12 +47,16 @@ class Node:
         attached: whether a match can reach it. A detached node lives until its last pin is gone.
     """
 
-    __slots__ = ("anchors", "attached", "children", "device", "hashes", "hits", "host", "parent", "segment", "stored", "used")
+    __slots__ = (
+        "anchors", "attached", "children", "device", "hashes", "hits", "host", "only_child", "parent",
+        "segment", "stored", "used",
+    )  # fmt: skip
 
     def __init__(self, parent: Node | None, segment: bytes, hashes: list[bytes]) -> None:
         self.parent = parent
         self.segment = segment
         self.children: dict[bytes, Node] | None = None
+        self.only_child: Node | None = None
         self.device = TierCopy()
         self.host = TierCopy()
         self.hashes = hashes
@@ -64,7 +68,8 @@ class Node:
 
     def __repr__(self) -> str:
         pins = f"pins {self.device.pins}/{self.host.pins}/{self.anchors}"
-        return f"<Node {len(self.hashes)} pages {self.residency} {pins}{'' if self.attached else ' detached'}>"
+        detached = "" if self.attached else " detached"
+        return f"<Node {len(self.hashes)} pages {self.residency} {pins}{detached}>"
 
     def copy_in(self, tier: Tier) -> TierCopy:
         """Return what ``tier`` holds of this node."""

@@ -88,7 +88,8 @@ class PagePool:
         self._on_freed = on_freed
 
     def __repr__(self) -> str:
-        return f"<PagePool {self.name} {self.num_free}/{self.capacity} free, {self.num_fenced} of them fenced>"
+        free = f"{self.num_free}/{self.capacity} free, {self.num_fenced} of them fenced"
+        return f"<PagePool {self.name} {free}>"
 
     @property
     def num_fenced(self) -> int:
@@ -113,19 +114,33 @@ class PagePool:
         """
         available = self.available(fenced=fenced)
         if num_pages > available:
-            raise CapacityError(f"{num_pages} {self.name} pages asked for, {available} free of {self.capacity}")
-        plain = min(num_pages, self._free_list.num_free())
-        grant = Grant(self._free_list.take(plain))
-        while len(grant.pages) < num_pages:
+            raise CapacityError(
+                f"{num_pages} {self.name} pages asked for, {available} free of {self.capacity}"
+            )
+        if num_pages < 0:
+            raise InvariantError(f"{num_pages} {self.name} pages asked for; a number of pages is 0 or more")
+        plain = self._free_list.take(min(num_pages, self._free_list.num_free()))
+        behind = self._take_fenced(num_pages - len(plain))
+        pages = np.concatenate([plain, *(pages for _, pages in behind)])
+        try:
+            self._check(pages, Owner.FREE, "taken")
+        except InvariantError:  # the free list may be the engine's own
+            self._free_list.give_back(plain)
+            self._fenced.extendleft(reversed(behind))
+            raise
+        self._owners[pages] = owner
+        return Grant(pages, [fence for fence, _ in behind])
+
+    def _take_fenced(self, num_pages: int) -> list[tuple[Fence, Pages]]:
+        taken: list[tuple[Fence, Pages]] = []
+        while num_pages:
             fence, pages = self._fenced.popleft()
-            wanted = num_pages - len(grant.pages)
-            if len(pages) > wanted:
-                self._fenced.appendleft((fence, pages[wanted:]))
-            grant.pages = np.concatenate((grant.pages, pages[:wanted]))
-            grant.after.append(fence)
-        self._check(grant.pages, Owner.FREE, "taken")
-        self._owners[grant.pages] = owner
-        return grant
+            if len(pages) > num_pages:
+                self._fenced.appendleft((fence, pages[num_pages:]))
+                pages = pages[:num_pages]
+            taken.append((fence, pages))
+            num_pages -= len(pages)
+        return taken
 
     def move(self, pages: Pages, source: Owner, target: Owner) -> None:
         """Change the owner of ``pages``.
@@ -147,10 +162,10 @@ class PagePool:
             self._owners[pages] = Owner.FREE
             self._free_list.give_back(pages)
         elif (engine_fence := engine_fence_in(after)) is not None:
-            self._settle_later(pages, engine_fence, after)
+            self._settle_later(pages.copy(), engine_fence, after)
         else:
             self._owners[pages] = Owner.FREE
-            self._fenced.append((after, pages))
+            self._fenced.append((after, pages.copy()))
 
     def _settle_later(self, pages: Pages, engine_fence: EngineFence, after: Fence) -> None:
         self._owners[pages] = Owner.HOP
@@ -170,12 +185,14 @@ class PagePool:
             self._free_list.give_back(self._fenced.popleft()[1])
 
     def _check(self, pages: Pages, owner: Owner, verb: str) -> None:
-        owners = self._owners[pages]
-        if (owners != owner).any():
-            wrong = [(int(page), Owner(int(o)).name.lower()) for page, o in zip(pages, owners, strict=True) if o != owner]
+        strange = pages[(pages < 0) | (pages >= len(self._owners))]
+        if len(strange):
+            raise InvariantError(f"{self.name} has no pages {strange[:8].tolist()}; they cannot be {verb}")
+        wrong = pages[self._owners[pages] != owner]
+        if len(wrong):
+            held = (f"{page} is {Owner(self._owners[page]).name.lower()}" for page in wrong[:8].tolist())
             raise InvariantError(
-                f"{self.name} pages {verb} as {owner.name.lower()}'s are not: "
-                + ", ".join(f"{page} is {held}" for page, held in wrong[:8])
+                f"{self.name} pages {verb} as {owner.name.lower()}'s are not: {', '.join(held)}"
             )
         if len(pages) > 1 and len(set(pages.tolist())) != len(pages):
             raise InvariantError(f"{self.name} pages {verb} twice in one call: {sorted(pages.tolist())[:16]}")

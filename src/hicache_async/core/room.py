@@ -61,47 +61,51 @@ class Room:
             self._make_host_room(num_pages)
             return RoomPlan(self._pools[Tier.HOST].available(fenced=False))
         plan = RoomPlan()
+        pool, queue = self._pools[Tier.DEVICE], self._tree.queues[Tier.DEVICE]
         skipped: list[Node] = []
-        moving = 0
-        while self._pools[Tier.DEVICE].available(fenced=True) + moving < num_pages:
-            victim = self._tree.queues[Tier.DEVICE].pop()
-            if victim is None:
-                break
+        missing = num_pages - pool.available(fenced=True)
+        while missing > 0 and (victim := queue.pop()) is not None:
             if victim.residency is Residency.BOTH:
                 self._free(Tier.DEVICE, victim)
             elif (move := self._move_to_host(victim)) is not None:
+                # Its host pages are empty as yet: they must not make room for the next move.
+                self._tree.pin(Tier.HOST, victim)
                 plan.moves.append(move)
-                moving += len(move.device_pages)
             elif not self._drop(victim):
                 skipped.append(victim)
+                continue
+            missing -= victim.num_pages
         for node in skipped:
-            self._tree.queues[Tier.DEVICE].offer(node)
-        plan.num_pages = self._pools[Tier.DEVICE].available(fenced=True) + moving
+            queue.offer(node)
+        for move in plan.moves:
+            self._tree.unpin(Tier.HOST, move.node)
+        plan.num_pages = pool.available(fenced=True) + sum(len(move.device_pages) for move in plan.moves)
         return plan
 
     def _make_host_room(self, num_pages: int) -> None:
-        pool = self._pools[Tier.HOST]
+        queue = self._tree.queues[Tier.HOST]
         skipped: list[Node] = []
-        while pool.available(fenced=False) < num_pages:
-            victim = self._tree.queues[Tier.HOST].pop()
-            if victim is None:
-                break
+        missing = num_pages - self._pools[Tier.HOST].available(fenced=False)
+        while missing > 0 and (victim := queue.pop()) is not None:
             if victim.residency is not Residency.BOTH and (victim.is_held or victim.children):
                 skipped.append(victim)
                 continue
             if victim.residency is not Residency.BOTH:
-                reason = "host_eviction" if victim.stored == self._tree.store_epoch else "host_eviction_unstored"
+                is_stored = victim.stored == self._tree.store_epoch
+                reason = "host_eviction" if is_stored else "host_eviction_unstored"
                 self.dropped_pages[reason] += victim.num_pages
             self._free(Tier.HOST, victim)
+            missing -= victim.num_pages
         for node in skipped:
-            self._tree.queues[Tier.HOST].offer(node)
+            queue.offer(node)
 
     def _move_to_host(self, victim: Node) -> Move | None:
         if not self._write_back:
             return None
-        num_pages = victim.num_pages
+        num_pages, host = victim.num_pages, self._pools[Tier.HOST]
+        if num_pages > host.capacity:
+            return None
         self._make_host_room(num_pages)
-        host = self._pools[Tier.HOST]
         if host.available(fenced=False) < num_pages:
             return None
         host_pages = host.take(num_pages, Owner.LEASE, fenced=False).pages
@@ -111,10 +115,12 @@ class Room:
 
     def _drop(self, victim: Node) -> bool:
         # A device-only node goes with what hangs below it on the host; held nodes below keep it.
-        if any(node.is_held for node in victim.subtree()):
+        nodes = list(victim.subtree())
+        if any(node.is_held for node in nodes):
             return False
         reason = "host_full" if self._write_back else "unbacked_eviction"
         self.evicted_pages[Tier.DEVICE] += victim.num_pages
+        self.evicted_pages[Tier.HOST] += sum(node.num_pages for node in nodes if node.host.pages is not None)
         self.dropped_pages[reason] += self._tree.prune(victim)
         return True
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,22 +29,30 @@ def token_bytes(tokens: Tokens) -> bytes:
             return struct.pack(f"<{len(tokens)}I", *tokens)
         except struct.error:
             raise _refusal(tokens) from None
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except (TypeError, ValueError, RuntimeError) as error:  # what tensors that NumPy cannot view raise
+        raise ConfigError(
+            f"tokens cannot be read as an array; give integers in host memory: {error}"
+        ) from error
     if array.ndim != 1:
         raise ConfigError(f"tokens have shape {array.shape}; give one dimension")
     if array.size == 0:
         return b""
     if array.dtype.kind not in "iu":
         raise ConfigError(f"tokens have dtype {array.dtype}; give integers")
-    if (array.dtype.kind == "i" and array.min() < 0) or (array.itemsize > TOKEN_NBYTES and array.max() > MAX_TOKEN):
+    if int(array.min()) < 0 or int(array.max()) > MAX_TOKEN:
         raise _refusal(array.tolist())
     return array.astype("<u4", copy=False).tobytes()
 
 
-def _refusal(tokens: Sequence[object]) -> ConfigError:
+def _refusal(tokens: Iterable[Any]) -> ConfigError:
     for position, token in enumerate(tokens):
-        is_integer = isinstance(token, (int, np.integer))
-        if not is_integer or not 0 <= int(token) <= MAX_TOKEN:  # type: ignore[call-overload]
+        try:
+            is_token = 0 <= operator.index(token) <= MAX_TOKEN
+        except TypeError:
+            is_token = False
+        if not is_token:
             return ConfigError(f"token {position} is {token!r}; token ids are integers in 0 .. 2**32-1")
     return ConfigError("token ids must be integers in 0 .. 2**32-1")
 

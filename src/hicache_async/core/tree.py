@@ -22,6 +22,7 @@ from ..types import Pages, Residency, Tier
 from .eviction import EvictionQueue
 from .node import Node
 from .pool import Owner, PagePool
+from .walk import common_nbytes, pages_off_device, run_from, shorten
 
 TIERS = (Tier.DEVICE, Tier.HOST)
 
@@ -70,42 +71,35 @@ class PrefixTree:
     # Looking
 
     def match(self, seed: bytes, data: bytes | bytearray, num_pages: int) -> Match:
-        """Walk down as far as the first ``num_pages`` pages of ``data`` are cached, and mark the path as used."""
-        root = self.roots.get(seed)
-        if root is None:
-            root = Node(None, seed, [])
+        """Walk down as far as the first ``num_pages`` of ``data`` are cached, and mark the path as used."""
+        root = node = self.roots.get(seed) or Node(None, seed, [])
         path: list[Node] = []
-        node, offset, step = root, 0, self.page_nbytes
+        offset, step = 0, self.page_nbytes
         stop = num_pages * step
-        device_end = tail = 0
+        tail = 0
         while offset < stop and node.children:
             child = node.children.get(bytes(data[offset : offset + step]))
             if child is None:
                 break
-            length = len(child.segment)
-            whole = offset + length <= stop and data.startswith(child.segment, offset)
-            matched = length if whole else self._common_pages(child, data, offset, stop) * step
-            path.append(child)
-            if child.device.pages is not None and device_end == offset:
-                device_end += matched
-            offset += matched
-            tail = matched
-            if not whole:
+            run, segment = [child], child.segment
+            if child.only_child is not None:
+                run, segment = run_from(child, (stop - offset) // step)
+            is_whole = data.startswith(segment, offset, stop)
+            if is_whole:
+                common, tail = len(segment), run[-1].num_pages
+            else:
+                common = common_nbytes(segment, data, offset, stop) // step * step
+                tail = shorten(run, common // step)
+            path += run
+            offset += common
+            if not is_whole:
                 break
-            node = child
+            node = run[-1]
         self._tick += 1
         for node in path:
             node.used = self._tick
-        return Match(root, path, device_end // step, offset // step, tail // step)
-
-    def _common_pages(self, node: Node, data: bytes | bytearray, offset: int, stop: int) -> int:
-        length = min(len(node.segment), stop - offset)
-        mine = np.frombuffer(node.segment, np.uint32, count=length // 4)
-        theirs = np.frombuffer(data, np.uint32, count=length // 4, offset=offset)
-        differs = mine != theirs
-        first = int(differs.argmax())
-        same = length // 4 if not differs[first] else first
-        return same * 4 // self.page_nbytes
+        local = offset // step
+        return Match(root, path, local - pages_off_device(path, tail), local, tail)
 
     def cut(self, match: Match, num_pages: int) -> Node:
         """Return the node that ends at ``num_pages``, splitting where it must; the root for 0.
@@ -127,10 +121,11 @@ class PrefixTree:
     def split(self, node: Node, num_pages: int) -> Node:
         """Put a new node with the first ``num_pages`` of ``node`` above it and return it."""
         parent = node.parent
-        assert parent is not None and parent.children is not None
+        assert parent is not None
         cut = num_pages * self.page_nbytes
         upper = Node(parent, node.segment[:cut], node.hashes[:num_pages])
-        upper.hits, upper.used, upper.stored, upper.attached = node.hits, node.used, node.stored, node.attached
+        upper.hits, upper.stored = node.hits, node.stored
+        upper.used, upper.attached = node.used, node.attached
         for tier in TIERS:
             above, below = upper.copy_in(tier), node.copy_in(tier)
             if below.pages is not None:
@@ -138,10 +133,10 @@ class PrefixTree:
                 above.ready = below.ready
                 above.children = 1
         if parent is not self._ghost_root:
-            parent.children[self._first_page(node)] = upper
+            self._add_child(parent, upper)
         node.segment, node.hashes = node.segment[cut:], node.hashes[num_pages:]
-        upper.children = {self._first_page(node): node}
         node.parent = upper
+        self._add_child(upper, node)
         if not upper.attached:
             self.detached.add(upper)
         return upper
@@ -170,12 +165,17 @@ class PrefixTree:
         Where the tree has the run in another tier the node adopts the pages; where it has it in this
         tier the pages are duplicates and stay with their owner.
 
+        Raises: InvariantError: ``parent`` is detached, or is not on the device when ``tier`` is.
         Ownership: taken pages go from ``source`` to the tree.
         """
+        if not parent.attached:
+            raise InvariantError(f"pages cannot hang below {parent!r}: no match can reach it")
+        taken = np.ones(len(pages), dtype=np.bool_)
+        if not len(pages):
+            return Graft(parent, taken)
         node = self.root(parent.segment) if parent.parent is None else parent
         step, position = self.page_nbytes, start_page
         end_page = start_page + len(pages)
-        taken = np.ones(len(pages), dtype=np.bool_)
         self._touch(node)
         while position < end_page:
             key = bytes(data[position * step : (position + 1) * step])
@@ -183,42 +183,57 @@ class PrefixTree:
             if child is None:
                 segment = bytes(data[position * step : end_page * step])
                 child = Node(node, segment, list(hashes[position:end_page]))
-                if node.children is None:
-                    node.children = {}
-                node.children[key] = child
+                self.put(tier, child, pages[position - start_page :], source=source, ready=ready)
+                self._add_child(node, child)
             else:
-                common = self._common_pages(child, data, position * step, end_page * step)
+                common = common_nbytes(child.segment, data, position * step, end_page * step) // step
                 if common < child.num_pages:
                     child = self.split(child, common)
-            inside = slice(position - start_page, position - start_page + child.num_pages)
-            if child.copy_in(tier).pages is None:
-                self.put(tier, child, pages[inside], source=source, ready=ready)
-            else:
-                taken[inside] = False
+                inside = slice(position - start_page, position - start_page + child.num_pages)
+                if child.copy_in(tier).pages is None:
+                    self.put(tier, child, pages[inside], source=source, ready=ready)
+                else:
+                    taken[inside] = False
             position += child.num_pages
             child.used = self._tick
             node = child
         return Graft(node, taken)
 
-    def put(self, tier: Tier, node: Node, pages: Pages, *, source: Owner, ready: Sequence[Fence] = ()) -> None:
-        """Give a node its pages of ``tier``."""
-        assert node.parent is not None and len(pages) == node.num_pages
+    def put(
+        self, tier: Tier, node: Node, pages: Pages, *, source: Owner, ready: Sequence[Fence] = ()
+    ) -> None:
+        """Give a node its pages of ``tier``.
+
+        Raises: InvariantError: it has some or they are not as many as it needs, or it would be on the
+            device without the node above; nothing is changed.
+        """
+        copy, parent = node.copy_in(tier), node.parent
+        if parent is None or copy.pages is not None or len(pages) != node.num_pages:
+            raise InvariantError(f"{node!r} cannot take {len(pages)} pages of {tier}")
+        if tier is Tier.DEVICE and parent.parent is not None and parent.device.pages is None:
+            raise InvariantError(f"{node!r} would be on the device, {parent!r} above it is not")
         self._pools[tier].move(pages, source, Owner.TREE)
-        copy = node.copy_in(tier)
         copy.pages, copy.ready = pages.copy(), ready
-        node.parent.copy_in(tier).children += 1
+        parent.copy_in(tier).children += 1
         self.queues[tier].offer(node)
 
     def take(self, tier: Tier, node: Node) -> Pages:
         """Take a node's pages of ``tier`` away and return them; a node left without a tier leaves the tree.
 
+        Raises: InvariantError: somebody holds them or stands on them; nothing is changed.
         Ownership: the pages are still booked as the tree's; the caller moves or frees them at once.
         """
         copy, parent = node.copy_in(tier), node.parent
         assert copy.pages is not None and parent is not None
+        if copy.pins or (tier is Tier.DEVICE and copy.children):
+            raise InvariantError(
+                f"{node!r} would lose its {tier} pages with a pin or a node standing on them"
+            )
         leaves = node.residency is not Residency.BOTH
         if leaves and (node.children or node.is_held):
-            raise InvariantError(f"{node!r} would lose its last tier with nodes below it or somebody holding it")
+            raise InvariantError(
+                f"{node!r} would lose its last tier with nodes below it or somebody holding it"
+            )
         pages, copy.pages, copy.ready = copy.pages, None, ()
         parent.copy_in(tier).children -= 1
         if leaves:
@@ -227,7 +242,7 @@ class PrefixTree:
         return pages
 
     def prune(self, node: Node) -> int:
-        """Free everything from ``node`` down; nothing there may be held. Returns how many pages of prefix went."""
+        """Free everything from ``node`` down; nothing there may be held. Returns how many pages went."""
         nodes = list(node.subtree())
         for below in reversed(nodes):
             for tier in TIERS:
@@ -258,8 +273,15 @@ class PrefixTree:
     # Holding
 
     def pin(self, tier: Tier, node: Node) -> None:
-        """Keep ``tier`` of ``node`` and of every node above it."""
-        node.copy_in(tier).pins += 1
+        """Keep ``tier`` of ``node`` and of every node above it.
+
+        Raises: InvariantError: it has no pages there, or is a root that is not in the tree.
+        """
+        copy = node.copy_in(tier)
+        is_there = self.roots.get(node.segment) is node if node.parent is None else copy.pages is not None
+        if not is_there:
+            raise InvariantError(f"{node!r} has nothing on {tier} to pin")
+        copy.pins += 1
 
     def unpin(self, tier: Tier, node: Node) -> None:
         """Undo one :meth:`pin`.
@@ -298,19 +320,21 @@ class PrefixTree:
 
     def _reap(self, node: Node) -> None:
         # No match can reach `node`: free what nobody holds, from here upwards.
-        while node in self.detached:
-            parent = node.parent
+        changed = True
+        while changed and node in self.detached:
+            parent, changed = node.parent, False
             assert parent is not None
             for tier in TIERS:
                 copy = node.copy_in(tier)
                 if copy.pages is not None and not copy.pins and not copy.children:
-                    pages, copy.pages = copy.pages, None
+                    pages, copy.pages, copy.ready = copy.pages, None, ()
                     parent.copy_in(tier).children -= 1
                     self._pools[tier].free(pages, Owner.TREE)
-            if node.residency is not Residency.GHOST or node.children or node.is_held:
-                return
-            self.detached.discard(node)
-            self._remove_child(parent, node)
+                    changed = True
+            if node.residency is Residency.GHOST and not node.children and not node.is_held:
+                self.detached.discard(node)
+                self._remove_child(parent, node)
+                changed = True
             node = parent
 
     def _unlink(self, node: Node) -> None:
@@ -319,11 +343,19 @@ class PrefixTree:
             queue.discard(node)
         self._remove_child(node.parent, node)
 
+    def _add_child(self, parent: Node, node: Node) -> None:
+        # Takes the place of a child with the same first page.
+        if parent.children is None:
+            parent.children = {}
+        parent.children[node.segment[: self.page_nbytes]] = node
+        parent.only_child = node if len(parent.children) == 1 else None
+
     def _remove_child(self, parent: Node, node: Node) -> None:
         if parent is self._ghost_root:
             return
         assert parent.children is not None
-        del parent.children[self._first_page(node)]
+        del parent.children[node.segment[: self.page_nbytes]]
+        parent.only_child = next(iter(parent.children.values())) if len(parent.children) == 1 else None
         if not parent.children:
             parent.children = None
 
@@ -333,6 +365,3 @@ class PrefixTree:
         while above is not None:
             above.used = self._tick
             above = above.parent
-
-    def _first_page(self, node: Node) -> bytes:
-        return node.segment[: self.page_nbytes]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 
 from .._threads import post_to_loop
+
+_HAND_OVER_S = 1e-6  # in effect about 60 us, the timer slack of Linux
 
 
 class CopyProgress:
@@ -19,14 +22,14 @@ class CopyProgress:
         error: what ended the copy early; the layers from ``num_done`` on have failed.
     """
 
-    __slots__ = ("_callbacks", "_changed", "error", "name", "num_done", "num_layers")
+    __slots__ = ("_callbacks", "_lock", "error", "name", "num_done", "num_layers")
 
     def __init__(self, num_layers: int, name: str) -> None:
         self.num_layers = num_layers
         self.name = name
         self.num_done = 0
         self.error: BaseException | None = None
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
         self._callbacks: dict[int, list[Callable[[], None]]] = {}
 
     def is_settled(self, layer: int) -> bool:
@@ -40,37 +43,46 @@ class CopyProgress:
 
     def advance(self) -> None:
         """Declare the next layer moved. Only the one who copies calls it."""
-        with self._changed:
+        with self._lock:
             self.num_done += 1
             callbacks = self._callbacks.pop(self.num_done - 1, [])
-            self._changed.notify_all()
         for callback in callbacks:
             callback()
+        if callbacks and not self.is_over:
+            # Who was woken needs the interpreter, which a loop of short copies lets go only for moments
+            # too short to wake up in: without a pause it would wait for the switch interval, 5 ms.
+            time.sleep(_HAND_OVER_S)
 
     def fail(self, error: BaseException) -> None:
         """Declare the remaining layers failed; does nothing when the copy is over."""
-        with self._changed:
+        with self._lock:
             if self.is_over:
                 return
             self.error = error
             callbacks = [callback for waiting in self._callbacks.values() for callback in waiting]
             self._callbacks.clear()
-            self._changed.notify_all()
         for callback in callbacks:
             callback()
 
     def block(self, layer: int) -> None:
         """Wait in the calling thread until ``layer`` is settled."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.is_settled(layer))
+        settled = threading.Event()
+        self.when_settled(layer, settled.set)
+        settled.wait()
 
     def when_settled(self, layer: int, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, in the thread that settles ``layer``; at once when it is settled."""
-        with self._changed:
+        with self._lock:
             if not self.is_settled(layer):
                 self._callbacks.setdefault(layer, []).append(callback)
                 return
         callback()
+
+    def forget(self, layer: int, callback: Callable[[], None]) -> None:
+        """Take back a callback: a copy that hangs must not collect the waiters that gave up."""
+        with self._lock:
+            if waiting := self._callbacks.get(layer):
+                self._callbacks[layer] = [other for other in waiting if other is not callback]
 
 
 class LayerFence:
@@ -122,7 +134,14 @@ class LayerFence:
                 if not reached.done():
                     reached.set_result(None)
 
-            self.when_settled(lambda: post_to_loop(lambda: loop.call_soon_threadsafe(reach)))
-            await reached
+            def wake() -> None:
+                post_to_loop(loop.call_soon_threadsafe, reach)
+
+            self.when_settled(wake)
+            try:
+                await reached
+            except asyncio.CancelledError:
+                self.progress.forget(self.layer, wake)
+                raise
         if self.error is not None:
             raise self.error

@@ -161,14 +161,14 @@ class _Lane:
         self._lock = threading.Lock()
         self._queue: deque[_Copy] = deque()
         self._is_running = False
-        self._closed: BaseException | None = None
+        self._is_closed = False
 
     def submit(self, copy: _Copy) -> None:
         """Queue ``copy``; it starts in a worker, never here."""
         awaited = [fence for fence in copy.after if not fence.passed()]
         copy.num_awaited = len(awaited)
         with self._lock:
-            if self._closed is not None:
+            if self._is_closed:
                 raise ClosedError("the device is closed; it copies nothing any more")
             self._queue.append(copy)
         for fence in awaited:
@@ -183,8 +183,7 @@ class _Lane:
     def close(self, error: BaseException) -> None:
         """Refuse copies, and fail those that have not started."""
         with self._lock:
-            if self._closed is None:
-                self._closed = error
+            self._is_closed = True
             dropped = list(self._queue)
             self._queue.clear()
         self._waiter.shutdown()
@@ -243,7 +242,10 @@ def copy_layer(source: PagedBytes, target: PagedBytes, layer: int, runs: Sequenc
     for source_plane, target_plane in zip(source.planes(layer), target.planes(layer), strict=True):
         taken, given = source_plane.numpy(), target_plane.numpy()
         for start, to, num_pages in runs:
-            given[to : to + num_pages] = taken[start : start + num_pages]
+            if num_pages == 1:  # half the cost of two slices, and most runs of a fragmented pool are this
+                given[to] = taken[start]
+            else:
+                given[to : to + num_pages] = taken[start : start + num_pages]
 
 
 def _touched_buffer(nbytes: int, cancelled: threading.Event) -> torch.Tensor:

@@ -63,8 +63,8 @@ def host_pages(
     if num_pages * page_nbytes > left:
         raise ConfigError(
             f"{field} is {value}, which takes {num_pages * page_nbytes} bytes on each of "
-            f"{ranks_on_host} ranks; {free} bytes are free and host_reserve_bytes keeps {reserve}, which leaves {left} for each; "
-            f"lower {field} or host_reserve_bytes"
+            f"{ranks_on_host} ranks; {free} bytes are free and host_reserve_bytes keeps {reserve}, "
+            f"which leaves {left} for each; lower {field} or host_reserve_bytes"
         )
     if (
         config.write_policy is WritePolicy.WRITE_THROUGH

@@ -118,7 +118,7 @@ class HostArena:
 
     def _cells(self, buffer: memoryview) -> list[tuple[np.ndarray, np.ndarray]]:
         """Pair each plane's part of a page buffer, (layer, byte), with that plane of the arena."""
-        page = np.frombuffer(buffer, np.uint8).reshape(self.num_layers, -1)
+        page = np.frombuffer(buffer, np.uint8).reshape(self.num_layers, sum(self.plane_nbytes))
         ends = np.cumsum(self.plane_nbytes)[:-1]
         return list(zip(np.split(page, ends, axis=1), self._arrays, strict=True))
 

@@ -19,6 +19,6 @@ def check_buffers(keys: Sequence[str], buffers: Sequence[memoryview], *, writabl
         plain = buffer.ndim == 1 and buffer.itemsize == 1 and buffer.c_contiguous
         if not plain or (writable and buffer.readonly):
             raise ConfigError(
-                f"buffer {index} has shape {buffer.shape}, format {buffer.format!r}, strides {buffer.strides}, "
-                f"readonly {buffer.readonly}; give {wanted} in one dimension"
+                f"buffer {index} has shape {buffer.shape}, strides {buffer.strides}, format {buffer.format!r}"
+                f" and readonly {buffer.readonly}; give {wanted} in one dimension"
             )

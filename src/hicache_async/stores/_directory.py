@@ -53,13 +53,16 @@ class ObjectDirectory:
             logger.info("store.temp_swept", root=self.root, num_files=num_files)
         return temps
 
+    def _path(self, raw_key: bytes) -> str:
+        return f"{self._objects}/{object_name(raw_key)}"
+
     def has(self, key: str) -> bool:
         """Return whether a readable object is there; its content is verified when it is read."""
         try:
             self._ready()
         except OSError:
             return False
-        return os.access(f"{self._objects}/{object_name(key)}", os.R_OK)
+        return os.access(self._path(key_bytes(key)), os.R_OK)
 
     def read(self, key: str, into: memoryview) -> Fault | None:
         """Fill ``into``; returns None, or why its content is not to be used."""
@@ -67,7 +70,8 @@ class ObjectDirectory:
             self._ready()
         except OSError:
             return Fault.UNREADABLE
-        return read_object(f"{self._objects}/{object_name(key)}", key_bytes(key), into)
+        raw_key = key_bytes(key)
+        return read_object(self._path(raw_key), raw_key, into)
 
     def write(self, key: str, payload: memoryview) -> None:
         """Publish ``payload`` under ``key``, or touch the object that is there.
@@ -75,7 +79,8 @@ class ObjectDirectory:
         Raises: OSError.
         """
         temp = self._ready().new()
-        write_object(f"{self._objects}/{object_name(key)}", temp, key_bytes(key), payload)
+        raw_key = key_bytes(key)
+        write_object(self._path(raw_key), temp, raw_key, payload)
 
     def delete(self, key: str) -> bool:
         """Remove an object; returns whether there was one.
@@ -84,7 +89,7 @@ class ObjectDirectory:
         """
         self._ready()
         try:
-            os.unlink(f"{self._objects}/{object_name(key)}")
+            os.unlink(self._path(key_bytes(key)))
         except FileNotFoundError:
             return False
         return True
@@ -97,7 +102,7 @@ class ObjectDirectory:
                 key = key_of_name(name)
                 if key is None:
                     key = _key_in_head(f"{self._objects}/{shard}/{name}")
-                if key is not None and object_name(key) == f"{shard}/{name}":
+                if key is not None and object_name(key_bytes(key)) == f"{shard}/{name}":
                     keys.append(key)
         return keys
 

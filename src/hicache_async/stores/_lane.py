@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import math
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -38,13 +38,13 @@ class JobLimit(NamedTuple):
     """When a job is full: it moves enough to make its hop cheap, and little enough to free its lane soon."""
 
     num_items: int
-    nbytes: float
+    nbytes: int
 
 
 JOB_LIMITS = {
-    Kind.READ: JobLimit(32, 4 << 20),
-    Kind.WRITE: JobLimit(32, 4 << 20),
-    Kind.LOOKUP: JobLimit(4096, math.inf),
+    Kind.READ: JobLimit(64, 4 << 20),
+    Kind.WRITE: JobLimit(64, 4 << 20),
+    Kind.LOOKUP: JobLimit(4096, sys.maxsize),
 }
 
 
@@ -178,7 +178,6 @@ class Lanes:
         self._collect_posted = False
         self._dispatch_posted = False
         self._closed = False
-        self.num_jobs = 0
 
     async def run(self, call: Call) -> None:
         """Hand ``call`` to the threads and return when it is over.
@@ -237,7 +236,7 @@ class Lanes:
         num_items, nbytes = 0, 0
         for call in self._take_waiting(kind):
             num_fitting = max(1, (limit.nbytes - nbytes) // call.item_nbytes)
-            num_taken = int(min(call.wanted - call.next, limit.num_items - num_items, num_fitting))
+            num_taken = min(call.wanted - call.next, limit.num_items - num_items, num_fitting)
             job.runs.append(Run(job, call, num_taken))
             call.next += num_taken
             call.runs += 1
@@ -261,7 +260,6 @@ class Lanes:
                 self._settle_if_over(call)
 
     def _start(self, kind: Kind, job: Job) -> None:
-        self.num_jobs += 1
         self._jobs[kind].add(job)
         task = self._loop.create_task(
             _in_thread(job, self._post, executor=self._threads), name="hicache:store-job"
@@ -307,6 +305,7 @@ class Lanes:
         for run in job.runs:
             run.error = StoreUnavailable(f"the store's threads did not take the job: {error or 'cancelled'}")
             self._run_ended(run)
+        self._dispatch()
 
     def _settle_if_over(self, call: Call) -> None:
         if call.over and call in self._live:

@@ -9,7 +9,7 @@ import zlib
 SUFFIX = ".kv"
 
 _MAX_NAME = 200  # bytes; file systems allow 255
-_PLAIN = re.compile(r"[a-z0-9_-]+")
+_PLAIN = b"abcdefghijklmnopqrstuvwxyz0123456789_-"
 _TO_ESCAPE = re.compile(rb"[^a-z0-9_-]")
 _ESCAPED = re.compile(rb"%([0-9a-f]{2})")
 
@@ -19,19 +19,22 @@ def key_bytes(key: str) -> bytes:
     return key.encode("utf-8", "surrogatepass")
 
 
-def object_name(key: str) -> str:
-    """Return the path of the object of ``key``, relative to the directory of objects.
+def object_name(raw_key: bytes) -> str:
+    """Return the path of an object, relative to the directory of objects, by the bytes of its key.
 
     It is ``xx/name.kv``, where xx spreads the objects over 256 directories. The name is the key with
     every byte escaped as ``%xx`` that is not a lower-case letter, a digit, ``_`` or ``-``: upper case
     too, as some file systems ignore case. A long key is named by its SHA-256, after a ``~`` that no
     escaped key contains.
     """
-    raw = key_bytes(key)
-    name = key if _PLAIN.fullmatch(key) else _TO_ESCAPE.sub(lambda byte: b"%%%02x" % byte[0][0], raw).decode()
+    name = (raw_key if not raw_key.translate(None, _PLAIN) else _escape(raw_key)).decode()
     if len(name) > _MAX_NAME:
-        name = "~" + hashlib.sha256(raw).hexdigest()
-    return f"{zlib.crc32(raw) & 0xFF:02x}/{name}{SUFFIX}"
+        name = "~" + hashlib.sha256(raw_key).hexdigest()
+    return f"{zlib.crc32(raw_key) & 0xFF:02x}/{name}{SUFFIX}"
+
+
+def _escape(raw_key: bytes) -> bytes:
+    return _TO_ESCAPE.sub(lambda byte: b"%%%02x" % byte[0][0], raw_key)
 
 
 def key_of_name(file_name: str) -> str | None:
@@ -44,4 +47,4 @@ def key_of_name(file_name: str) -> str | None:
         key = raw.decode("utf-8", "surrogatepass")
     except UnicodeError:
         return None
-    return key if object_name(key).partition("/")[2] == file_name else None
+    return key if object_name(raw).partition("/")[2] == file_name else None

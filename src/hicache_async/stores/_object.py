@@ -68,12 +68,14 @@ def payload_offset(key: bytes) -> int:
     return -(-(_PREFIX.size + _MAX_FIELDS + len(key)) // _BLOCK) * _BLOCK
 
 
-def encode_head(key: bytes, payload: memoryview) -> bytes:
-    """Return everything that stands before ``payload`` in its file; the same for the same content."""
-    header = Header(VERSION, XXH3_128, key, payload.nbytes, xxhash.xxh3_128_digest(payload))
-    body = msgspec.msgpack.encode(header)
-    offset = payload_offset(key)
-    return (_PREFIX.pack(MAGIC, len(body), offset) + body).ljust(offset, b"\0")
+def encode_head(key: bytes, payload: memoryview, offset: int) -> bytes:
+    """Return what stands before ``payload``, which begins at ``offset``; without the zeros between.
+
+    The same for the same content: a reader makes it again and compares.
+    """
+    fields = (VERSION, XXH3_128, key, payload.nbytes, xxhash.xxh3_128_digest(payload))  # those of Header
+    body = msgspec.msgpack.encode(fields)
+    return _PREFIX.pack(MAGIC, len(body), offset) + body
 
 
 def decode_head(head: bytes | bytearray) -> Header | None:
@@ -116,11 +118,17 @@ def read_object(path: str, key: bytes, into: memoryview) -> Fault | None:
 
 
 def _read_verified(fd: int, key: bytes, into: memoryview) -> Fault | None:
-    head, beyond = bytearray(payload_offset(key)), bytearray(1)
-    wanted = len(head) + into.nbytes
-    total = _move_all(lambda views, at: os.preadv(fd, views, at), (head, into, beyond), wanted)
-    # The head follows from key and payload: one comparison verifies both, padding included.
-    if total == wanted and head == encode_head(key, into):
+    offset = payload_offset(key)
+    head, beyond = bytearray(offset), bytearray(1)
+    wanted = offset + into.nbytes
+    total = os.preadv(fd, (head, into, beyond), 0)
+    while 0 < total < wanted:
+        moved = os.preadv(fd, _skip((head, into, beyond), total), total)
+        if moved == 0:
+            break
+        total += moved
+    # The head follows from key and payload, so one comparison verifies both.
+    if total == wanted and head.startswith(encode_head(key, into, offset)):
         return None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return Fault.NOT_A_FILE
@@ -146,13 +154,16 @@ def write_object(path: str, temp: str, key: bytes, payload: memoryview) -> None:
         temp: a name on the same file system that nobody else uses; gone afterwards, whatever happens.
     Raises: OSError.
     """
-    if _touch(path, payload_offset(key) + payload.nbytes):
+    offset = payload_offset(key)
+    if _touch(path, offset + payload.nbytes):
         return
-    head = encode_head(key, payload)
+    head = encode_head(key, payload, offset).ljust(offset, b"\0")
     try:
         fd = _with_directory(temp, lambda: os.open(temp, _WRITE_FLAGS, 0o666))
         try:
-            _move_all(lambda views, _at: os.writev(fd, views), (head, payload), len(head) + payload.nbytes)
+            written = 0
+            while written < offset + payload.nbytes:
+                written += os.writev(fd, _skip((head, payload), written))
         finally:
             os.close(fd)
         _with_directory(path, lambda: os.rename(temp, path))
@@ -187,22 +198,8 @@ def _with_directory(path: str, action: Callable[[], int | None]) -> int:
         return action() or 0
 
 
-def _move_all(
-    move: Callable[[Sequence[memoryview], int], int],
-    buffers: Sequence[bytes | bytearray | memoryview],
-    wanted: int,
-) -> int:
-    """Move buffers in as few system calls as it takes; returns the bytes moved, ``wanted`` or more if all."""
-    total = move(buffers, 0)  # type: ignore[arg-type]
-    while 0 < total < wanted:  # a short move: rare, so only then are the buffers cut
-        moved = move(_skip(buffers, total), total)
-        if moved == 0:
-            break
-        total += moved
-    return total
-
-
 def _skip(buffers: Sequence[bytes | bytearray | memoryview], nbytes: int) -> list[memoryview]:
+    """Return what is left of ``buffers`` after a system call that moved ``nbytes``."""
     views = []
     for buffer in buffers:
         view = memoryview(buffer)

@@ -256,7 +256,8 @@ class VirtualDevice:
                 if len(device_pages) or len(host_pages):
                     raise InvariantError(
                         f"{copy!r} touches device pages {device_pages.tolist()} and host pages "
-                        f"{host_pages.tolist()} of {other!r}, which is not over; put it behind the last fence of that copy"
+                        f"{host_pages.tolist()} of {other!r}, which is not over; "
+                        "put it behind the last fence of that copy"
                     )
 
     def _is_behind(self, copy: VirtualCopy, other: VirtualCopy) -> bool:

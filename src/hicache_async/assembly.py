@@ -1,0 +1,161 @@
+"""Assembly: checks that the parts of a cache fit together, and builds its context."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from ._log import logger
+from ._threads import DaemonThreads
+from .abc import Clock, Device, DevicePool, Ranks, Store, TimerHandle
+from .config import CacheConfig, KeyScheme
+from .core.keys import Namespace, RankSuffixKeys
+from .core.pool import FreeList, PagePool
+from .core.room import Room
+from .core.tokens import TOKEN_NBYTES
+from .core.tree import PrefixTree
+from .device.cpu import CpuDevice
+from .errors import ConfigError
+from .flows.context import Context
+from .memory.budget import host_pages
+from .memory.device_kv import DeviceKV
+from .memory.host import HostArena
+from .ranks.solo import SoloRanks
+from .stores.null import NullStore
+from .stores.registry import open_store
+from .types import Tier
+
+OBJECT_LAYOUT = "layer_kv_token"
+"""Byte order of one page in the store: layer, K and V, token, head, dim; the same for all host layouts so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopClock:
+    """The loop's own time."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def monotonic(self) -> float:
+        """Return the loop's time in seconds."""
+        return self.loop.time()
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> TimerHandle:
+        """Call ``callback`` after ``delay_s``."""
+        return self.loop.call_later(delay_s, callback)
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a cache is opened with; what is None here is made, and closed, by the cache."""
+
+    config: CacheConfig
+    kv: DeviceKV
+    device: Device | None
+    store: Store | str | None
+    ranks: Ranks | None
+    clock: Clock | None
+    threads: Executor | None
+    device_pool: DevicePool | None
+
+
+@dataclass(slots=True)
+class Owned:
+    """What the cache made itself and therefore closes."""
+
+    device: Device | None = None
+    store: Store | None = None
+    ranks: Ranks | None = None
+    threads: Executor | None = None
+
+
+async def assemble(parts: Parts, on_freed: Callable[[], None]) -> tuple[Context, Owned]:
+    """Build the context of a cache on the running loop.
+
+    Args:
+        on_freed: called when device pages became free later than at the call that freed them.
+    Raises: ConfigError: parts that do not fit together; nothing is left behind.
+    """
+    config, kv = parts.config, parts.kv
+    check_fit(config, kv)
+    loop = asyncio.get_running_loop()
+    free_list = parts.device_pool or FreeList(kv.num_pages, kv.reserved_pages)
+    num_host_pages = host_pages(config, page_nbytes=kv.page_nbytes, device_pages=free_list.capacity)
+    owned = Owned()
+    threads = parts.threads
+    if threads is None:
+        threads = owned.threads = DaemonThreads(2, "hicache-copy")
+    device = parts.device
+    if device is None:
+        device = owned.device = _default_device(kv, threads)
+    store = parts.store
+    if isinstance(store, str):
+        store = owned.store = open_store(store, existence_ttl_s=config.existence_ttl_s)
+    ranks = parts.ranks
+    if ranks is None:
+        ranks = owned.ranks = SoloRanks()
+    buffer = await device.host_buffer(HostArena.nbytes_needed(kv, num_host_pages))
+    pools = {
+        Tier.DEVICE: PagePool("device", free_list, kv.num_pages, on_freed),
+        Tier.HOST: PagePool("host", FreeList(num_host_pages), num_host_pages, on_freed),
+    }
+    tree = PrefixTree(config.page_size * TOKEN_NBYTES, pools)
+    is_write_back = config.write_policy == "write_back"
+    ctx = Context(
+        config=config,
+        loop=loop,
+        clock=parts.clock or LoopClock(loop),
+        threads=threads,
+        kv=kv,
+        arena=HostArena(kv, config.host_layout, num_host_pages, buffer),
+        device=device,
+        store=None if isinstance(store, NullStore) else store,
+        keys=RankSuffixKeys(namespace_of(config, kv), config),
+        ranks=ranks,
+        device_pool=pools[Tier.DEVICE],
+        host_pool=pools[Tier.HOST],
+        tree=tree,
+        room=Room(tree, pools, write_back=is_write_back),
+    )
+    logger.info(
+        "cache.opened",
+        device_pages=free_list.capacity,
+        host_pages=num_host_pages,
+        host_nbytes=num_host_pages * kv.page_nbytes,
+        write_policy=config.write_policy.value,
+        store=type(store).__name__,
+    )
+    return ctx, owned
+
+
+def check_fit(config: CacheConfig, kv: DeviceKV) -> None:
+    """Raise ConfigError unless ``config`` describes the tensors of ``kv``."""
+    if kv.page_size != config.page_size:
+        raise ConfigError(
+            f"page_size is {config.page_size} in the config and {kv.page_size} in kv; make them equal"
+        )
+    if config.key_scheme is not KeyScheme.RANK_SUFFIX:
+        raise ConfigError(f"key_scheme is {config.key_scheme}; only {KeyScheme.RANK_SUFFIX} is available")
+
+
+def namespace_of(config: CacheConfig, kv: DeviceKV) -> Namespace:
+    """Return what must match for two caches to share stored pages."""
+    return Namespace(
+        model_id=config.model_id,
+        fingerprint=config.fingerprint,
+        dtype=kv.dtype,
+        page_size=config.page_size,
+        rank_replicated=kv.is_mla,
+        total_kv_heads=kv.kv_heads if kv.is_mla else kv.kv_heads * config.tp_size,
+        head_group=0,
+        layer_partition=str(kv.num_layers),
+        object_layout=OBJECT_LAYOUT,
+        codec="raw",
+    )
+
+
+def _default_device(kv: DeviceKV, threads: Executor) -> Device:
+    if kv.device.type != "cpu":
+        raise ConfigError(f"kv is on {kv.device}; pass device= for it, only CPU tensors have a default")
+    return CpuDevice(threads)

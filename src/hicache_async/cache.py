@@ -1,0 +1,356 @@
+"""HiCache: opens, closes and composes the flows; matches prompts; takes one batch a step."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from types import TracebackType
+
+import anyio
+
+from ._fence import EngineFence, combine
+from ._log import logger
+from .abc import Clock, Device, DevicePool, Fence, HostFence, Ranks, Store
+from .admin import Admin
+from .assembly import Owned, Parts, assemble
+from .config import CacheConfig
+from .core.hashing import HashChain, chain_seed
+from .core.holding import Holding
+from .core.pool import NO_PAGES, Grant, Owner
+from .core.tokens import TOKEN_NBYTES, TokenKey
+from .errors import CapacityError, ConfigError, WrongLoopError
+from .flows.audit import audit
+from .flows.context import Context
+from .flows.movers import Movers
+from .lease import Allocation, PrefixLease
+from .memory.device_kv import DeviceKV
+from .stats import snapshot
+from .types import CacheStats, State, Tokens
+
+
+MAX_REMEMBERED_REQUESTS = 1 << 16
+"""Request ids whose number of leases is remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepGrant:
+    """What an engine may use in its next step.
+
+    Attributes:
+        num_pages: device pages that every rank can grant; those not used return at the next call.
+        loaded: leases whose load has returned on every rank since the last grant; each once.
+    """
+
+    num_pages: int
+    loaded: tuple[PrefixLease, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class StepBatch:
+    """What an engine has to say after a step; done in this order.
+
+    Attributes:
+        commit: leases and how many tokens, absolute.
+        extend: leases and the tokens they decoded.
+        discard: leases and from which token on.
+        release: leases that are finished or preempted.
+        allocate: leases and up to how many tokens they need pages.
+        after: the fence of the step, for commit, discard and release.
+    """
+
+    commit: Sequence[tuple[PrefixLease, int]] = ()
+    extend: Sequence[tuple[PrefixLease, Tokens]] = ()
+    discard: Sequence[tuple[PrefixLease, int]] = ()
+    release: Sequence[PrefixLease] = ()
+    allocate: Sequence[tuple[PrefixLease, int]] = ()
+    after: Fence | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One entry per ``allocate`` of the batch; None: no room, preempt a request."""
+
+    allocations: Sequence[Allocation | None]
+
+
+class HiCache:
+    """A three-tier KV cache on one event loop. Open it with :meth:`open`.
+
+    Attributes:
+        admin: what an operator does with a running cache.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._leases: dict[PrefixLease, Holding] = {}
+        self._sequences: dict[str, int] = {}
+        self._loaded: list[PrefixLease] = []
+        self._step = Grant(NO_PAGES)
+        self._step_number = 0
+        self._pid = os.getpid()
+        self._closed: asyncio.Future[None] | None = None
+        self._ctx: Context
+        self._owned: Owned
+        self._movers: Movers
+        self.admin: Admin
+
+    @classmethod
+    def open(
+        cls,
+        config: CacheConfig,
+        *,
+        kv: DeviceKV,
+        device: Device | None = None,
+        store: Store | str | None = None,
+        ranks: Ranks | None = None,
+        clock: Clock | None = None,
+        threads: Executor | None = None,
+        device_pool: DevicePool | None = None,
+    ) -> AbstractAsyncContextManager[HiCache]:
+        """Open a cache over an engine's tensors: ``async with HiCache.open(config, kv=kv) as cache``.
+
+        Args:
+            kv: the engine's K and V tensors; the engine owns their bytes.
+            device: moves pages; None: a CpuDevice.
+            store: an object or a URL like "file:///data/kv"; None: no third tier.
+            ranks: the group that agrees; None: this process alone.
+            clock, threads: seams for tests: where deadlines come from, where copies run.
+            device_pool: the engine's own book of free device pages.
+        Raises: ConfigError: on entering, for parts that do not fit together.
+        Ownership: closes what it made itself (a device, ranks or threads not given, a store given by URL).
+        Cancellation: leaving drains for at most ``close_timeout_s`` and then abandons what hangs.
+        """
+        return _Opening(cls(Parts(config, kv, device, store, ranks, clock, threads, device_pool)))
+
+    def __repr__(self) -> str:
+        return f"<HiCache {self.state} {self._ctx.device_pool!r} {self._ctx.host_pool!r} {len(self._leases)} leases>"
+
+    @property
+    def state(self) -> State:
+        """OPEN; NO_REUSE or FAILED: it serves, without reuse; CLOSED."""
+        return State.CLOSED if self._ctx.closing else self._ctx.state
+
+    # Requests
+
+    def match_prefix(
+        self,
+        request_id: str,
+        tokens: Tokens | TokenKey,
+        *,
+        salt: bytes = b"",
+        adapter: str | None = None,
+        priority: int = 0,
+        whole: bool = False,
+    ) -> PrefixLease:
+        """Look up how much of a prompt is cached, and return the request's lease.
+
+        Args:
+            request_id: names the request, the same on every rank.
+            tokens: ids, or a :class:`TokenKey` kept for the conversation, which is cheaper.
+            salt, adapter: prompts share pages only with the same salt and adapter.
+            priority: kept for eviction by priority.
+            whole: match all whole pages even if nothing is left to compute, so without logits.
+        Returns: a lease; use it in ``with``, or release it yourself.
+        Raises: ConfigError: ids that are not integers in 0 .. 2**32-1.
+        Ownership: nothing is pinned until prefetch or load.
+        """
+        self._check()
+        self._ctx.check_open()
+        if not isinstance(request_id, str) or not request_id:
+            raise ConfigError(f"request_id is {request_id!r}; give a non-empty string")
+        key = tokens if isinstance(tokens, TokenKey) else TokenKey(tokens)
+        chain = HashChain(chain_seed(salt, adapter), self._ctx.config.page_size * TOKEN_NBYTES)
+        holding = Holding(self._ctx.tree, self._ctx.device_pool, key, len(key), chain, whole=whole)
+        sequence = self._next_sequence(request_id)
+        lease = PrefixLease(
+            self._movers,
+            holding,
+            request_id,
+            sequence,
+            check=self._check,
+            on_loaded=self._loaded.append,
+            on_released=self._forget,
+        )
+        self._leases[lease] = holding
+        return lease
+
+    def _next_sequence(self, request_id: str) -> int:
+        # Counts a request's leases, so that a preempted one gets fresh tickets; the oldest are forgotten.
+        sequence = self._sequences.pop(request_id, 0) + 1
+        self._sequences[request_id] = sequence
+        if len(self._sequences) > MAX_REMEMBERED_REQUESTS:
+            del self._sequences[next(iter(self._sequences))]
+        return sequence
+
+    def _forget(self, lease: PrefixLease) -> None:
+        del self._leases[lease]
+        if lease in self._loaded:
+            self._loaded.remove(lease)
+
+    # Steps
+
+    async def begin_step(self, num_pages: int = 0) -> StepGrant:
+        """Say which loads may enter the next step and how many pages every rank can grant. Never raises for room.
+
+        Args:
+            num_pages: device pages wanted for this step's ``allocate``.
+        """
+        self._check()
+        self._ctx.check_open()
+        self._return_step_pages()
+        self._step = self._movers.device_room.grant(num_pages)
+        self._step_number += 1
+        ticket = b"step" + self._step_number.to_bytes(12, "little")
+        agreed = await self._ctx.ranks.agree(ticket, (len(self._loaded), len(self._step.pages)))
+        num_loaded, granted = int(agreed[0]), int(agreed[1])
+        loaded, self._loaded = tuple(self._loaded[:num_loaded]), self._loaded[num_loaded:]
+        return StepGrant(granted, loaded)
+
+    def step(self, batch: StepBatch) -> StepResult:
+        """Do what a step has brought, sync, in the order commit, extend, discard, release, allocate."""
+        self._check()
+        for lease, num_tokens in batch.commit:
+            lease.commit(num_tokens, after=batch.after)
+        for lease, token_ids in batch.extend:
+            lease.extend(token_ids)
+        for lease, from_token in batch.discard:
+            lease.discard(from_token, after=batch.after)
+        for lease in batch.release:
+            lease.release(after=batch.after)
+        return StepResult([self._allocate(lease, total) for lease, total in batch.allocate])
+
+    def _allocate(self, lease: PrefixLease, total_tokens: int) -> Allocation | None:
+        holding = self._leases.get(lease)
+        if holding is not None and len(self._step.pages):
+            missing = holding.missing_pages(-(-total_tokens // self._ctx.page_tokens))
+            pages, self._step.pages = self._step.pages[:missing], self._step.pages[missing:]
+            holding.reserve(Grant(pages, list(self._step.after)))
+        try:
+            return lease.allocate_nowait(total_tokens)
+        except CapacityError:
+            return None
+
+    def _return_step_pages(self) -> None:
+        self._ctx.device_pool.free(self._step.pages, Owner.LEASE, after=combine(self._step.after))
+        self._step = Grant(NO_PAGES)
+
+    def fence(self, stream: object | None = None) -> Fence:
+        """Return a fence behind what ``stream`` has queued; None: the engine's compute stream."""
+        self._check()
+        return self._ctx.device.fence(stream)
+
+    def host_fence(self) -> HostFence:
+        """Return a fence that the engine sets when its forward, in a thread, is over.
+
+        Ownership: the caller must ``set()`` or ``fail()`` it, from any thread.
+        """
+        self._check()
+        return EngineFence(self._ctx.loop, "forward")
+
+    # Looking inside
+
+    def stats(self) -> CacheStats:
+        """Return a frozen snapshot of what the cache holds and has done."""
+        return snapshot(self._ctx, self.state, len(self._leases))
+
+    def audit(self) -> None:
+        """Prove that every page is in one place and every pin is somebody's.
+
+        Raises: InvariantError: naming what is wrong. Cost: the size of the pools and the tree.
+        """
+        audit(self._ctx, list(self._leases.values()), self._step.pages)
+
+    def _check(self) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        if loop is self._ctx.loop:
+            return
+        if os.getpid() != self._pid:
+            raise WrongLoopError(
+                f"this cache belongs to process {self._pid}, this is its fork {os.getpid()}: open a cache of its own here"
+            )
+        where = "a thread without its loop running" if loop is None else f"another event loop, {loop!r}"
+        raise WrongLoopError(
+            f"this cache belongs to {self._ctx.loop!r} and was used from {where}; "
+            "call it on its loop, e.g. with loop.call_soon_threadsafe or asyncio.run_coroutine_threadsafe"
+        )
+
+    # Opening and closing
+
+    async def _open(self) -> None:
+        self._ctx, self._owned = await assemble(self._parts, self._pump)
+        self._movers = Movers(self._ctx, self._leases.values)
+        self.admin = Admin(self._ctx, self._movers)
+        self._ctx.spawn(self._movers.backups.run(), "backups")
+
+    def _pump(self) -> None:
+        self._movers.device_room.pump()
+
+    async def close(self) -> None:
+        """Refuse new work, write what is pending for at most ``close_timeout_s``, then abandon what hangs.
+
+        Pages of a hung hop keep their owner, and the arena with it; the report names the stuck calls.
+        May be called again. Cancellation: what was not drained is abandoned at once.
+        """
+        self._check()
+        if self._closed is not None:
+            await asyncio.wait((self._closed,))
+            return
+        ctx = self._ctx
+        self._closed = ctx.loop.create_future()
+        ctx.closing = True
+        ctx.wake_all()
+        try:
+            with anyio.move_on_after(ctx.config.close_timeout_s, shield=True):
+                await self._movers.finish()
+        finally:
+            self._abandon()
+            self._closed.set_result(None)
+        await self._close_owned()
+
+    def _abandon(self) -> None:
+        ctx = self._ctx
+        stuck = sorted(hop.name for hop in ctx.hops.live)
+        if stuck or len(self._movers.backups):
+            logger.warning("cache.close_abandoned", stuck=stuck, backups_dropped=len(self._movers.backups))
+        self._movers.backups.drop_all()
+        for lease in self._leases:
+            message = f"{lease!r} was not released before the cache was closed"
+            warnings.warn(message, ResourceWarning, stacklevel=2, source=lease)
+        ctx.state = State.CLOSED
+        for task in [*ctx.tasks, *(hop.task for hop in ctx.hops.live if hop.task is not None)]:
+            task.cancel()
+        logger.info("cache.closed")
+
+    async def _close_owned(self) -> None:
+        owned = self._owned
+        if owned.store is not None:
+            await owned.store.aclose()
+        if owned.device is not None:
+            await owned.device.aclose()
+        if owned.ranks is not None:
+            await owned.ranks.aclose()
+        if owned.threads is not None:
+            owned.threads.shutdown(wait=False)
+        await asyncio.sleep(0)  # lets the cancelled tasks end before the loop does
+
+
+class _Opening(AbstractAsyncContextManager[HiCache]):
+    def __init__(self, cache: HiCache) -> None:
+        self._cache = cache
+
+    async def __aenter__(self) -> HiCache:
+        await self._cache._open()
+        return self._cache
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._cache.close()

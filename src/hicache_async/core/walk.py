@@ -1,0 +1,59 @@
+"""Walking down the tree: how far a run of nodes and the tokens of a prompt are the same."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .node import Node
+from .tokens import TOKEN_NBYTES
+
+
+def run_from(child: Node, num_pages: int) -> tuple[list[Node], bytes]:
+    """Return ``child`` and the nodes below it while there is no choice, and the token bytes of them all.
+
+    To compare such a run in one piece costs a fraction of one comparison for each node.
+
+    Args:
+        num_pages: how many pages are of interest; a node has at least one.
+    """
+    run: list[Node] = []
+    below: Node | None = child
+    for _ in range(num_pages):
+        if below is None:
+            break
+        run.append(below)
+        below = below.only_child
+    return run, b"".join([node.segment for node in run])
+
+
+def common_nbytes(segment: bytes, data: bytes | bytearray, start: int, stop: int) -> int:
+    """Return how many bytes of whole tokens ``segment`` and ``data[start:stop]`` begin with alike."""
+    count = min(len(segment), stop - start) // TOKEN_NBYTES
+    mine = np.frombuffer(segment, np.uint32, count)
+    differs = mine != np.frombuffer(data, np.uint32, count, start)
+    first = int(differs.argmax())
+    return (first if differs[first] else count) * TOKEN_NBYTES
+
+
+def shorten(run: list[Node], num_pages: int) -> int:
+    """Cut ``run`` behind its page ``num_pages``; returns how many of them are in its last node."""
+    for count, node in enumerate(run, 1):
+        if num_pages <= node.num_pages:
+            del run[count:]
+            break
+        num_pages -= node.num_pages
+    return num_pages
+
+
+def pages_off_device(path: list[Node], tail_pages: int) -> int:
+    """Return how many pages of a match are not on the device, which holds a first part of every path.
+
+    Args:
+        tail_pages: how many pages of the last node match.
+    """
+    missing = 0
+    for node in reversed(path):
+        if node.device.pages is not None:
+            break
+        missing += node.num_pages if missing else tail_pages
+    return missing

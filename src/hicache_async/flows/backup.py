@@ -1,0 +1,167 @@
+"""Backup, L2 to L3: ancestors first, up to the first hole; what was missed is made up for at the next call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from .._hop import Hop
+from .._log import logger
+from ..abc import Store
+from ..core.node import Node
+from ..types import Pages, StopToken, Tier
+from .calls import checked_count, is_fault, start_store_call
+from .context import Context, Pinned, settled_within
+from .page_bytes import batch_pages, filled_views
+from .readiness import wait_fence
+
+MAX_HUNG_WRITES = 2
+"""Writes that outlived their deadline and still hold pages; with so many no further one is started."""
+
+
+class Backups:
+    """Write the host pages of whole paths to the store, one batch at a time.
+
+    Asking is cheap and may be repeated: a path that is stored already costs a look at its end.
+
+    Args:
+        offload_idle: brings a path to the host where idle room allows; under write_back the ancestors
+            of an evicted node may still be on the device only, and a tail without its head is of no use.
+    """
+
+    def __init__(self, ctx: Context, offload_idle: Callable[[Node], bool]) -> None:
+        self._ctx = ctx
+        self._offload_idle = offload_idle
+        self._waiting: dict[Node, None] = {}
+        self._wake = asyncio.Event()
+        self._hung = 0
+        self._healthy = True
+        self.is_idle = asyncio.Event()
+        self.is_idle.set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def request(self, end: Node) -> None:
+        """See to it that the path to ``end`` is stored; a full queue skips and counts."""
+        ctx = self._ctx
+        if ctx.store is None or not ctx.keys.writes or not ctx.reuses or end.parent is None:
+            return
+        if end.stored == ctx.tree.store_epoch or end.host.pages is None or end in self._waiting:
+            return
+        if len(self._waiting) >= ctx.config.max_backups_pending:
+            ctx.metrics.counters["backups_skipped_queue_full"] += 1
+            return
+        self._waiting[end] = None
+        self.is_idle.clear()
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Serve requests until cancelled."""
+        while True:
+            while self._waiting:
+                end = next(iter(self._waiting))
+                del self._waiting[end]
+                await self._store_path(end)
+            self.is_idle.set()
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def _store_path(self, end: Node) -> None:
+        while end.attached and self._ctx.reuses and (store := self._ctx.store) is not None:
+            if self._hung >= MAX_HUNG_WRITES:
+                self._ctx.metrics.counters["backups_skipped_store_hung"] += 1
+                return
+            nodes = self._next_batch(end)
+            if not nodes or not await self._write(store, nodes):
+                return
+
+    def _next_batch(self, end: Node) -> list[Node]:
+        # The first run of unstored nodes on the path, at most one batch; a longer node is split.
+        ctx = self._ctx
+        room = batch_pages(ctx)
+        nodes: list[Node] = []
+        for node in end.path():
+            if node.stored == ctx.tree.store_epoch:
+                if nodes:
+                    break
+                continue
+            if node.host.pages is None:
+                if not nodes:
+                    ctx.metrics.counters["backups_stopped_at_hole"] += 1
+                    self._offload_idle(end)
+                break
+            if node.num_pages > room:
+                if room:
+                    nodes.append(ctx.tree.split(node, room))
+                break
+            room -= node.num_pages
+            nodes.append(node)
+        return nodes
+
+    async def _write(self, store: Store, nodes: Sequence[Node]) -> bool:
+        ctx = self._ctx
+        last, epoch = nodes[-1], ctx.tree.store_epoch
+        pages = np.concatenate([node.host.pages for node in nodes if node.host.pages is not None])
+        keys = ctx.keys.keys([page_hash for node in nodes for page_hash in node.hashes])
+        fences = {fence for node in nodes for fence in node.host.ready}
+        pinned = ctx.pin(last, Tier.HOST)
+
+        async def write(stop: StopToken) -> int:
+            for fence in fences:
+                await wait_fence(ctx, fence)
+            return await store.write(keys, await filled_views(ctx, pages, stop))
+
+        hop = start_store_call(
+            ctx, "write", write, partial(self._settled, pinned=pinned, pages=pages, epoch=epoch)
+        )
+        if not await settled_within(ctx.clock, hop.settled, ctx.config.store_timeout_s):
+            self._hung += 1
+            hop.settled.add_done_callback(self._unhang)
+            self._note_health(False, f"a write did not end in {ctx.config.store_timeout_s} s")
+            return False
+        return not is_fault(hop, len(pages)) and hop.result == len(pages)
+
+    def _unhang(self, settled: asyncio.Future[None]) -> None:
+        self._hung -= 1
+
+    def _settled(self, hop: Hop[int], *, pinned: Pinned, pages: Pages, epoch: int) -> None:
+        ctx = self._ctx
+        count = checked_count(ctx, hop, len(pages))
+        if epoch == ctx.tree.store_epoch:
+            self._mark_stored(pinned.node, len(pages), count, epoch)
+        ctx.unpin(pinned)
+        ctx.metrics.counters["backed_up_pages"] += count
+        if count == len(pages):
+            self._healthy = True
+        else:
+            ctx.metrics.counters["backup_pages_failed"] += len(pages) - count
+            self._note_health(False, f"{count} of {len(pages)} pages were written")
+
+    def _mark_stored(self, last: Node, num_pages: int, count: int, epoch: int) -> None:
+        # The batch is the `num_pages` above the end of `last`, however they were split meanwhile.
+        end = num_pages
+        node = last
+        while end > 0 and node.parent is not None:
+            start = end - node.num_pages
+            above = node.parent
+            if end <= count:
+                node.stored = epoch
+            elif 0 <= start < count:
+                self._ctx.tree.split(node, count - start).stored = epoch
+            node, end = above, start
+
+    def _note_health(self, healthy: bool, fault: str) -> None:
+        if self._healthy and not healthy:
+            logger.warning(
+                "backup.stopped", fault=fault, hint="requests go on; retried at the next commit or hit"
+            )
+        self._healthy = healthy
+
+    def drop_all(self) -> None:
+        """Forget all requests; counts them."""
+        self._ctx.metrics.counters["backups_dropped"] += len(self._waiting)
+        self._waiting.clear()

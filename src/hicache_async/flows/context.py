@@ -1,0 +1,187 @@
+"""Context: what the flows of one cache share, and the owner of every task they start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .._hop import Hop, HopRegistry
+from .._log import logger
+from ..abc import Clock, Device, Ranks, Store
+from ..config import CacheConfig, WritePolicy
+from ..core.announcements import Announcements
+from ..core.keys import RankSuffixKeys
+from ..core.node import Node
+from ..core.pool import PagePool
+from ..core.room import Room
+from ..core.tree import PrefixTree
+from ..errors import ClosedError, InvariantError
+from ..memory.device_kv import DeviceKV
+from ..memory.host import HostArena
+from ..metrics import Metrics
+from ..types import Pages, State, Tier
+
+if TYPE_CHECKING:
+    from .charge import Charge
+    from .fetch import Fetch
+    from .prefetch import Prefetch
+
+
+@dataclass(slots=True, eq=False)
+class Pinned:
+    """What a running move holds of the tree: pins and anchors, for audits."""
+
+    node: Node
+    tiers: tuple[Tier, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """The parts of one open cache. Flows read and call them; only :class:`HiCache` puts them together.
+
+    Attributes:
+        store: None while none is attached.
+        prefetch_pages: host pages charged to prefetches, the sum of ``charges``.
+        fetches: running reads, by the hash of their first page.
+        hop_pages: host pages that running reads may still be writing.
+        moves: what running moves have pinned.
+        waits, prefetches: what a failure or close has to end.
+    """
+
+    config: CacheConfig
+    loop: asyncio.AbstractEventLoop
+    clock: Clock
+    threads: Executor
+    kv: DeviceKV
+    arena: HostArena
+    device: Device
+    store: Store | None
+    keys: RankSuffixKeys
+    ranks: Ranks
+    device_pool: PagePool
+    host_pool: PagePool
+    tree: PrefixTree
+    room: Room
+    metrics: Metrics = field(default_factory=Metrics)
+    announcements: Announcements = field(default_factory=Announcements)
+    state: State = State.OPEN
+    failure: BaseException | None = None
+    prefetch_pages: int = 0
+    fetches: dict[bytes, Fetch] = field(default_factory=dict)
+    charges: set[Charge] = field(default_factory=set)
+    hop_pages: dict[Hop[int], Pages] = field(default_factory=dict)
+    moves: set[Pinned] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    closing: bool = False
+    waits: set[asyncio.Future[None]] = field(default_factory=set)
+    prefetches: set[Prefetch] = field(default_factory=set)
+    hops: HopRegistry = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hops = HopRegistry(self.loop, self.fail)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of one page."""
+        return self.config.page_size
+
+    @property
+    def reuses(self) -> bool:
+        """Whether prefixes are matched and kept."""
+        return self.state is State.OPEN
+
+    @property
+    def is_write_back(self) -> bool:
+        """Whether pages reach the host at eviction rather than at commit."""
+        return self.config.write_policy is WritePolicy.WRITE_BACK
+
+    def pin(self, node: Node, *tiers: Tier) -> Pinned:
+        """Keep ``tiers`` of ``node`` and of all above it for a move."""
+        pinned = Pinned(node, tiers)
+        for tier in tiers:
+            self.tree.pin(tier, node)
+        self.moves.add(pinned)
+        return pinned
+
+    def unpin(self, pinned: Pinned) -> None:
+        """Undo one :meth:`pin`."""
+        self.moves.discard(pinned)
+        for tier in pinned.tiers:
+            self.tree.unpin(tier, pinned.node)
+
+    def spawn(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
+        """Run a mover as a task of the cache's own; what it raises turns the cache to FAILED."""
+        task = self.loop.create_task(work, name=f"hicache:{name}")
+        self.tasks.add(task)
+        task.add_done_callback(self._mover_ended)
+        return task
+
+    def _mover_ended(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Record a bug: from now on nothing is matched or kept, and nobody waits for a move any more."""
+        self.metrics.counters["bugs"] += 1
+        if self.state in (State.FAILED, State.CLOSED):
+            return
+        self.state, self.failure = State.FAILED, error
+        logger.error("cache.failed", error=repr(error), exc_info=error)
+        self.wake_all()
+
+    async def until(self, future: asyncio.Future[None]) -> None:
+        """Wait for what others do, but not beyond a failure or close: look at the state afterwards.
+
+        Raises: ClosedError: the cache is closing.
+        """
+        self.waits.add(future)
+        try:
+            await future
+        finally:
+            self.waits.discard(future)
+        self.check_open()
+
+    def check_open(self) -> None:
+        """Raise ClosedError when the cache is closing or closed."""
+        if self.closing:
+            raise ClosedError("the cache is closed; open a new one with HiCache.open(...)")
+
+    def wake_all(self) -> None:
+        """End the waits of requests and stop their prefetches."""
+        for future in list(self.waits):
+            resolve(future)
+        for prefetch in list(self.prefetches):
+            prefetch.stop()
+
+    def invariant_error(self) -> InvariantError:
+        """Return the error that waiters get after a bug."""
+        error = InvariantError(f"the cache has failed and serves without reuse: {self.failure!r}")
+        error.__cause__ = self.failure
+        return error
+
+
+def resolve(future: asyncio.Future[None]) -> None:
+    """Set a future that may have been cancelled or set before."""
+    if not future.done():
+        future.set_result(None)
+
+
+async def settled_within(clock: Clock, future: asyncio.Future[None], timeout_s: float) -> bool:
+    """Wait for a shared future, at most ``timeout_s``; returns whether it is done.
+
+    Cancellation: ends the wait, never what is waited for.
+    """
+    if future.done():
+        return True
+    over: asyncio.Future[None] = future.get_loop().create_future()
+    timer = clock.call_later(timeout_s, lambda: resolve(over))
+    try:
+        await asyncio.wait((future, over), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        timer.cancel()
+    return future.done()

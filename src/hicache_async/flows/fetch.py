@@ -1,0 +1,230 @@
+"""Fetch: one read of a run of pages from the store into the host, shared by all who want it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from .._hop import Hop
+from .._log import logger
+from ..abc import Store
+from ..config import PrefetchOverflow
+from ..core.hashing import HashChain
+from ..core.node import Node
+from ..core.pool import Owner
+from ..types import Pages, Stop, StopToken, Tier
+from .calls import checked_count, is_fault, start_store_call
+from .charge import Charge
+from .context import Context, Pinned, settled_within
+from .offload import Offloads
+from .page_bytes import batch_pages, empty_views, publish
+
+
+class Interested(Protocol):
+    """A request that waits for a fetch."""
+
+    def reached(self, node: Node, end_page: int, charge: Charge) -> None:
+        """Hear that pages up to ``end_page`` are attached, ending at ``node``."""
+        ...
+
+
+class Fetch:
+    """Reads pages ``[start_page, end_page)`` of a prompt, batch by batch, and attaches each as it settles.
+
+    The last one interested to leave stops it. Its pages belong to the hop that fills them; a batch
+    that settles after the fetch has ended is given back unread.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        store: Store,
+        offloads: Offloads,
+        data: bytearray,
+        hashes: Sequence[bytes],
+        chain: HashChain,
+        start_page: int,
+        end_page: int,
+    ) -> None:
+        self._ctx = ctx
+        self._store = store
+        self._offloads = offloads
+        self._data = data
+        self._hashes = hashes
+        self._chain = chain
+        self.start_page = start_page
+        self.end_page = end_page
+        self.attached_page = start_page
+        self.stop = Stop.COMPLETE
+        self.interested: set[Interested] = set()
+        self.done: asyncio.Future[None] = ctx.loop.create_future()
+        self._batch_end = start_page
+        self._hop: Hop[int] | None = None
+        self._charge = Charge(ctx)
+        self._anchor: Node | None = None
+        self._anchor_pin: Pinned | None = None
+        ctx.fetches[self.first_hash] = self
+        self._task = ctx.spawn(self._run(), "fetch")
+
+    @property
+    def first_hash(self) -> bytes:
+        """What single-flight goes by."""
+        return self._hashes[self.start_page]
+
+    def leave(self, request: Interested) -> None:
+        """Withdraw interest; the last one out stops the read after the page in hand."""
+        self.interested.discard(request)
+        if not self.interested and not self.done.done():
+            self.stop = Stop.STOPPED
+            self._forget()
+            if self._hop is not None:
+                self._hop.stop.stop()
+
+    def _forget(self) -> None:
+        # From now on whoever wants these pages starts a read of its own.
+        if self._ctx.fetches.get(self.first_hash) is self:
+            del self._ctx.fetches[self.first_hash]
+
+    async def _run(self) -> None:
+        try:
+            if self._hold_anchor() and self._reserve():
+                await self._read_all()
+        finally:
+            self._end()
+
+    def _hold_anchor(self) -> bool:
+        # Under write-through a host page needs its ancestors on the host: bring the anchor there first.
+        ctx, tree = self._ctx, self._ctx.tree
+        match = tree.match(self._chain.seed, self._data, self.start_page)
+        anchor = tree.cut(match, self.start_page) if match.local_pages == self.start_page else None
+        if (
+            anchor is not None
+            and anchor.parent is not None
+            and anchor.host.pages is None
+            and not ctx.is_write_back
+        ):
+            self._offloads.offload_path(anchor, min_hits=0)
+            if anchor.host.pages is None:
+                anchor = None
+        if anchor is None:
+            self.stop = Stop.ANCHOR_NOT_BACKED
+            logger.info("prefetch.anchor_not_backed", page=self.start_page)
+            return False
+        tree.anchor(anchor)
+        self._anchor = anchor
+        if anchor.host.pages is not None:
+            self._anchor_pin = ctx.pin(anchor, Tier.HOST)
+        return True
+
+    def _reserve(self) -> bool:
+        ctx = self._ctx
+        wanted = self.end_page - self.start_page
+        quota = int(ctx.config.prefetch_capacity_fraction * ctx.host_pool.capacity) - ctx.prefetch_pages
+        allowed = min(wanted, quota)
+        if allowed <= 0:
+            self.stop = Stop.RATE_LIMITED
+            return False
+        available = min(allowed, ctx.room.plan_room(Tier.HOST, allowed).num_pages)
+        if available < wanted:
+            self.stop = Stop.NO_HOST_ROOM if available < allowed else Stop.RATE_LIMITED
+            if available == 0 or ctx.config.prefetch_overflow is PrefetchOverflow.REFUSE:
+                return False
+        self._charge.book(ctx.host_pool.take(available, Owner.HOP, fenced=False).pages)
+        return True
+
+    async def _read_all(self) -> None:
+        ctx = self._ctx
+        while len(self._charge.unread) and self.stop is not Stop.STOPPED and ctx.reuses:
+            hop = self._hop = self._start_read(self._charge.take_unread(batch_pages(ctx)))
+            if not await settled_within(ctx.clock, hop.settled, ctx.config.store_timeout_s):
+                hop.stop.stop()
+                ctx.metrics.counters["store_timeouts"] += 1
+                self.stop = Stop.STORE_FAULT
+                return
+            if self.attached_page < self._batch_end:
+                self._explain_short(hop)
+                return
+
+    def _start_read(self, pages: Pages) -> Hop[int]:
+        ctx, start = self._ctx, self.attached_page
+        self._batch_end = start + len(pages)
+        keys = ctx.keys.keys(self._hashes[start : self._batch_end])
+        views = empty_views(ctx, pages)
+
+        async def read(stop: StopToken) -> int:
+            count = await self._store.read(keys, views, stop)
+            if isinstance(count, int) and 0 < count <= len(keys):
+                await publish(ctx, pages[:count], views[:count], stop)
+            return count
+
+        hop = start_store_call(ctx, "read", read, partial(self._attach, pages=pages, start=start))
+        ctx.hop_pages[hop] = pages
+        return hop
+
+    def _attach(self, hop: Hop[int], *, pages: Pages, start: int) -> None:
+        # The only place where a batch is published or given back.
+        ctx = self._ctx
+        del ctx.hop_pages[hop]
+        count = checked_count(ctx, hop, len(pages))
+        if self.done.done():
+            ctx.host_pool.free(pages, Owner.HOP)
+            return
+        anchor = self._anchor
+        if anchor is None or not anchor.attached or not ctx.reuses:
+            count = 0
+            self.stop = Stop.ANCHOR_NOT_BACKED
+        if count and anchor is not None:
+            graft = ctx.tree.graft(
+                Tier.HOST, anchor, self._data, self._hashes, start, pages[:count], source=Owner.HOP
+            )
+            ctx.host_pool.free(pages[:count][~graft.taken], Owner.HOP)
+            self._advance(graft.end, start + count)
+        ctx.host_pool.free(pages[count:], Owner.HOP)
+        ctx.metrics.counters["fetched_pages"] += count
+
+    def _advance(self, end: Node, end_page: int) -> None:
+        # The end of what is attached becomes the anchor of the next batch, and every request's pin.
+        ctx = self._ctx
+        if ctx.store is self._store:
+            self._mark_stored(end, end_page - self.attached_page)
+        pin = ctx.pin(end, Tier.HOST)
+        ctx.tree.anchor(end)
+        self._let_go()
+        self._anchor, self._anchor_pin = end, pin
+        self.attached_page = end_page
+        for request in self.interested:
+            request.reached(end, end_page, self._charge)
+
+    def _mark_stored(self, end: Node, num_pages: int) -> None:
+        node = end
+        while num_pages > 0 and node.parent is not None:
+            num_pages -= node.num_pages
+            if num_pages >= 0:
+                node.stored = self._ctx.tree.store_epoch
+            node = node.parent
+
+    def _explain_short(self, hop: Hop[int]) -> None:
+        if self.stop in (Stop.STOPPED, Stop.ANCHOR_NOT_BACKED):
+            return
+        if is_fault(hop, self._batch_end - self.start_page):
+            self.stop = Stop.STORE_FAULT
+        else:
+            self.stop = hop.stop.reason or Stop.VANISHED
+
+    def _let_go(self) -> None:
+        if self._anchor is not None:
+            self._ctx.tree.unanchor(self._anchor)
+            self._anchor = None
+        if self._anchor_pin is not None:
+            self._ctx.unpin(self._anchor_pin)
+            self._anchor_pin = None
+
+    def _end(self) -> None:
+        ctx = self._ctx
+        self._let_go()
+        ctx.host_pool.free(self._charge.unread, Owner.HOP)
+        self._charge.end_reading(self.attached_page - self.start_page)
+        self._forget()
+        self.done.set_result(None)

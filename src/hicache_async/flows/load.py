@@ -1,0 +1,273 @@
+"""Load, L2 to L1: wait for what others compute, take a slot and room, agree, submit; usable layer by layer."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from .._fence import combine
+from .._hop import Hop
+from .._log import logger
+from ..abc import CopyPlan, Fence
+from ..core.holding import Holding
+from ..core.node import Node
+from ..core.pool import NO_PAGES, Owner
+from ..types import Pages, Tier
+from .allocate import DeviceRoom
+from .context import Context, Pinned, resolve
+from .readiness import settle_ready, wait_fence
+
+
+@dataclass(slots=True, eq=False)
+class Loading:
+    """The cached prefix of a request on its way to the device.
+
+    Attributes:
+        tokens: agreed on all ranks; the only length an engine may compute from.
+        reserved_tokens: agreed room beyond it, for ``allocate``.
+        pages: device pages of the prefix, int64 [tokens / page_size].
+        loaded_tokens: how many of ``tokens`` this load brings from the host.
+    """
+
+    tokens: int
+    reserved_tokens: int
+    pages: Pages
+    loaded_tokens: int
+    _ctx: Context
+    _fences: list[Sequence[Fence]] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        """Whether all layers are there."""
+        return all(fence.passed() for fences in self._fences for fence in fences)
+
+    def block(self, layer: int, stream: object | None = None) -> None:
+        """Order ``stream`` behind layer ``layer`` of the prefix; without streams the calling thread waits.
+
+        Any thread. Raises: what failed; the bytes are then not to be used.
+        """
+        for fences in self._fences:
+            _of_layer(fences, layer).block(stream)
+
+    async def ready(self, layer: int) -> None:
+        """Return when layer ``layer`` of the prefix is there. Raises: as :meth:`block`."""
+        for fences in self._fences:
+            await wait_fence(self._ctx, _of_layer(fences, layer))
+
+    async def finished(self) -> None:
+        """Return when all of the prefix is there. Raises: as :meth:`block`."""
+        for fences in self._fences:
+            await wait_fence(self._ctx, fences[-1])
+
+
+def _of_layer(fences: Sequence[Fence], layer: int) -> Fence:
+    return fences[layer] if len(fences) > 1 else fences[0]
+
+
+class Slots:
+    """A counted right, given by priority and then in order."""
+
+    def __init__(self, count: int, ctx: Context) -> None:
+        self._free = count
+        self._ctx = ctx
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._sequence = 0
+
+    async def take(self, priority: int) -> None:
+        """Take one, waiting in turn.
+
+        Cancellation: a slot that had just been given is handed on.
+        """
+        if self._free:
+            self._free -= 1
+            return
+        self._sequence += 1
+        given: asyncio.Future[None] = self._ctx.loop.create_future()
+        heapq.heappush(self._waiting, (-priority, self._sequence, given))
+        try:
+            await self._ctx.until(given)
+        except asyncio.CancelledError:
+            if given.done() and not given.cancelled():
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """Give one back, to the first who waits."""
+        while self._waiting:
+            given = heapq.heappop(self._waiting)[2]
+            if not given.done():
+                given.set_result(None)
+                return
+        self._free += 1
+
+
+@dataclass(slots=True)
+class _Placed:
+    """What a rank can offer, in pages: on the device, on the way from the host, and room beyond."""
+
+    device_pages: int
+    end_page: int
+    host_pinned: Pinned | None
+
+
+class Loads:
+    """Bring prefixes to the device."""
+
+    def __init__(self, ctx: Context, device_room: DeviceRoom) -> None:
+        self._ctx = ctx
+        self._device_room = device_room
+        self._slots = Slots(ctx.config.max_loads_in_flight, ctx)
+
+    async def wait_pending(self, holding: Holding, lease: object) -> None:
+        """Wait while another lease has announced the pages that ``holding`` misses first.
+
+        Returns without a suspension after its last look, so that the caller may announce.
+        """
+        ctx = self._ctx
+        while ctx.reuses:
+            missing = missing_hashes(holding)
+            pending = ctx.announcements.pending(lease, missing)
+            if not pending:
+                return
+            ended: asyncio.Future[None] = ctx.loop.create_future()
+            ctx.announcements.when_ended(missing[:pending], partial(resolve, ended))
+            ctx.metrics.counters["loads_waited_for_announced"] += 1
+            await ctx.until(ended)
+            holding.check_live()
+
+    async def load(self, holding: Holding, total_tokens: int, ticket: bytes, *, priority: int) -> Loading:
+        """Bring what is local to the device and reserve room up to ``total_tokens``.
+
+        Never raises for room: what cannot be placed is left out and counted.
+        Ownership: the copy's target pages are the tree's at once, behind its fences.
+        Cancellation: before the agreement nothing is moved; what is reserved stays with the lease.
+        """
+        ctx = self._ctx
+        slot = ctx.reuses and self._host_pages(holding) > 0
+        if slot:
+            await self._slots.take(priority)
+        placed: _Placed | None = None
+        try:
+            holding.check_live()
+            placed = self._place(holding, total_tokens)
+            tokens = placed.end_page * ctx.page_tokens
+            room = (placed.device_pages + len(holding.reserved)) * ctx.page_tokens
+            reserved = max(0, min(total_tokens, room) - tokens)
+            agreed = await ctx.ranks.agree(ticket, (tokens, reserved))
+            holding.check_live()
+            loading = self._submit(holding, placed, int(agreed[0]), int(agreed[1]), slot=slot)
+            slot = False
+            return loading
+        finally:
+            if placed is not None and placed.host_pinned is not None:
+                ctx.unpin(placed.host_pinned)
+            if slot:
+                self._slots.give_back()
+
+    def _host_pages(self, holding: Holding) -> int:
+        match = holding.match()
+        num_pages = match.local_pages - match.device_pages
+        worth = num_pages * self._ctx.page_tokens >= self._ctx.config.effective_load_threshold_tokens
+        return num_pages if worth else 0
+
+    def _place(self, holding: Holding, total_tokens: int) -> _Placed:
+        # Pins both ends first: making room must not evict what is about to be loaded.
+        ctx, tree = self._ctx, self._ctx.tree
+        total_pages = -(-total_tokens // ctx.page_tokens)
+        if not ctx.reuses:
+            holding.reserve(self._device_room.grant(total_pages))
+            return _Placed(0, 0, None)
+        match = holding.match()
+        device_pages, end_page = match.device_pages, match.device_pages + self._host_pages(holding)
+        device_end = tree.cut(match, device_pages)
+        tree.pin(Tier.DEVICE, device_end)
+        holding.device_end = device_end
+        host_pinned = ctx.pin(tree.cut(match, end_page), Tier.HOST) if end_page > device_pages else None
+        holding.reserve(self._device_room.grant(max(0, max(total_pages, end_page) - device_pages)))
+        placed_end = min(end_page, device_pages + len(holding.reserved))
+        if placed_end < end_page:
+            ctx.metrics.counters["load_tokens_without_device_room"] += (
+                end_page - placed_end
+            ) * ctx.page_tokens
+        return _Placed(device_pages, placed_end, host_pinned)
+
+    def _submit(
+        self, holding: Holding, placed: _Placed, tokens: int, reserved_tokens: int, *, slot: bool
+    ) -> Loading:
+        ctx, tree = self._ctx, self._ctx.tree
+        end_page = tokens // ctx.page_tokens
+        end: Node | None = None
+        loaded_tokens = 0
+        copies = False
+        if (device_end := holding.device_end) is not None:
+            if not device_end.attached:  # cleared while the ranks agreed
+                end_page = tokens = 0
+            end = tree.cut(holding.match(), end_page)
+            nodes = [node for node in end.path() if node.device.pages is None]
+            if nodes:
+                self._copy(holding, nodes, slot=slot)
+                loaded_tokens = sum(node.num_pages for node in nodes) * ctx.page_tokens
+                copies = True
+            tree.pin(Tier.DEVICE, end)
+            tree.unpin(Tier.DEVICE, device_end)
+            holding.settle_load(end, end_page)
+        else:
+            holding.settle_without_tree()
+        if slot and not copies:
+            self._slots.give_back()
+        self._trim_reserve(holding, end_page, tokens + reserved_tokens)
+        fences: list[Sequence[Fence]] = []
+        for node in end.path() if end is not None else ():
+            ready = node.device.ready
+            if ready and not any(ready is known for known in fences):
+                fences.append(ready)
+        return Loading(tokens, reserved_tokens, holding.table.copy(), loaded_tokens, ctx, fences)
+
+    def _copy(self, holding: Holding, nodes: Sequence[Node], *, slot: bool) -> None:
+        ctx, tree = self._ctx, self._ctx.tree
+        sources = [node.host.pages for node in nodes if node.host.pages is not None]
+        host_pages = np.concatenate(sources) if sources else NO_PAGES
+        targets, holding.reserved = holding.reserved[: len(host_pages)], holding.reserved[len(host_pages) :]
+        ready = [fence for node in nodes for fence in node.host.ready]
+        after = combine([*ready, *holding.fences])
+        plan = CopyPlan(ctx.kv, ctx.arena, targets, host_pages)
+        fences = ctx.device.host_to_device(plan, () if after is None else (after,))
+        start = 0
+        for node in nodes:
+            pages = targets[start : start + node.num_pages]
+            tree.put(Tier.DEVICE, node, pages, source=Owner.LEASE, ready=fences)
+            start += node.num_pages
+        pinned = ctx.pin(nodes[-1], Tier.DEVICE, Tier.HOST)
+        ctx.metrics.counters["loaded_pages"] += len(host_pages)
+        settled = partial(self._settled, pinned=pinned, last=fences[-1], slot=slot)
+        ctx.hops.start_call("load", lambda stop: wait_fence(ctx, fences[-1]), settled)
+
+    def _settled(self, hop: Hop[None], *, pinned: Pinned, last: Fence, slot: bool) -> None:
+        ctx = self._ctx
+        settle_ready(ctx, pinned.node, Tier.DEVICE, last, hop.error)
+        ctx.unpin(pinned)
+        if slot:
+            self._slots.give_back()
+        if hop.error is not None:
+            ctx.metrics.counters["failed_copies"] += 1
+            logger.warning("store.fault", call="host_to_device", fault=repr(hop.error))
+        self._device_room.pump()
+
+    def _trim_reserve(self, holding: Holding, end_page: int, total_tokens: int) -> None:
+        keep = max(0, -(-total_tokens // self._ctx.page_tokens) - end_page)
+        spare = holding.shrink_reserve(keep)
+        if len(spare):
+            self._ctx.device_pool.free(spare, Owner.LEASE, after=combine(holding.fences))
+            self._device_room.pump()
+
+
+def missing_hashes(holding: Holding) -> list[bytes]:
+    """Return the hashes of the request's whole pages that are not local."""
+    match = holding.match()
+    num_pages = holding.length // holding.page_tokens
+    return holding.hashes(num_pages)[match.local_pages : num_pages]

@@ -1,0 +1,71 @@
+"""Movers: the four arrows of one cache, and what follows from a commit and from a hit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from ..config import WritePolicy
+from ..core.holding import Holding
+from ..core.node import Node
+from .allocate import DeviceRoom
+from .backup import Backups
+from .context import Context
+from .load import Loads
+from .offload import Offloads
+
+MIN_COMMITS = {WritePolicy.WRITE_THROUGH: 1, WritePolicy.WRITE_THROUGH_SELECTIVE: 2}
+"""Commits after which a page is copied to the host; under write_back it is copied at eviction."""
+
+
+class Movers:
+    """Put together the flows of one cache.
+
+    Args:
+        holdings: all live holdings.
+    """
+
+    def __init__(self, ctx: Context, holdings: Callable[[], Iterable[Holding]]) -> None:
+        self.ctx = ctx
+        self.backups = Backups(ctx, self._offload_idle)
+        self.offloads = Offloads(ctx, self._offloaded)
+        self.device_room = DeviceRoom(ctx, self.offloads, holdings)
+        self.loads = Loads(ctx, self.device_room)
+
+    def committed(self, holding: Holding) -> None:
+        """Count the hit and let the write policy act on the committed path."""
+        holding.credit()
+        end = holding.device_end
+        if end is None or not end.attached:
+            return
+        min_hits = MIN_COMMITS.get(self.ctx.config.write_policy)
+        if min_hits is not None:
+            self.offloads.offload_path(end, min_hits=min_hits)
+        self.back_up(end)
+
+    def back_up(self, end: Node) -> None:
+        """See to it that what the host has of the path to ``end`` is stored; makes up for what was missed."""
+        for node in reversed(end.path()):
+            if node.host.pages is not None:
+                self.backups.request(node)
+                return
+
+    async def drain(self) -> None:
+        """Return when no offload runs and no backup waits."""
+        while not self.offloads.is_idle or not self.backups.is_idle.is_set():
+            await self.offloads.settled()
+            await self.backups.is_idle.wait()
+
+    async def finish(self) -> None:
+        """Return when nothing moves any more in any direction."""
+        while hops := self.ctx.hops.live:
+            await asyncio.wait([hop.settled for hop in hops])
+            await self.drain()
+        await self.drain()
+
+    def _offloaded(self, node: Node) -> None:
+        self.backups.request(node)
+        self.device_room.pump()
+
+    def _offload_idle(self, node: Node) -> bool:
+        return self.ctx.is_write_back and self.offloads.offload_path(node, min_hits=0, evict=False)

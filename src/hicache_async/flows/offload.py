@@ -1,0 +1,153 @@
+"""Offload, L1 to L2: at commit under the write-through policies, at eviction under write_back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from .._fence import combine
+from .._hop import Hop
+from .._log import logger
+from ..abc import CopyPlan, Fence
+from ..core.node import Node
+from ..core.pool import Owner
+from ..core.room import Move
+from ..types import Tier
+from .context import Context, Pinned
+from .readiness import settle_ready, wait_fence
+
+
+class Offloads:
+    """Copy nodes to the host and hand them on to the store.
+
+    Host pages are attached when the copy is submitted, behind its fence; readers wait for the fence.
+    Source and target are pinned until it has been observed.
+
+    Args:
+        on_offloaded: called with the deepest node of a finished copy.
+    """
+
+    def __init__(self, ctx: Context, on_offloaded: Callable[[Node], None]) -> None:
+        self._ctx = ctx
+        self._on_offloaded = on_offloaded
+        self._hops: set[Hop[None]] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no copy is under way."""
+        return not self._hops
+
+    async def settled(self) -> None:
+        """Return when the copies under way now have settled."""
+        if self._hops:
+            await asyncio.wait([hop.settled for hop in self._hops])
+
+    def offload_path(self, end: Node, *, min_hits: int, evict: bool = True) -> bool:
+        """Copy what the path to ``end`` lacks on the host, ancestors first, up to the first node with fewer hits.
+
+        Args:
+            min_hits: commits that a node must have seen.
+            evict: whether host nodes may be evicted for it; False: only idle room is used.
+        Returns: whether all of the path is on the host now, or on its way.
+        """
+        ctx = self._ctx
+        path = end.path()
+        missing = [node for node in path if node.host.pages is None]
+        wanted = next((i for i, node in enumerate(missing) if node.hits < min_hits), len(missing))
+        nodes = missing[:wanted]
+        if not nodes:
+            return not missing
+        if len(self._hops) >= ctx.config.max_offloads_in_flight:
+            ctx.metrics.counters["offloads_skipped_queue_full"] += 1
+            return False
+        taken = self._fit(nodes, self._make_room(nodes, evict=evict))
+        if not taken:
+            ctx.metrics.counters["offloads_skipped_no_host_room"] += 1
+            return False
+        self._submit(taken)
+        return len(taken) == len(missing)
+
+    def _make_room(self, nodes: Sequence[Node], *, evict: bool) -> int:
+        # The path above must keep its host pages while room is made for what comes below it.
+        ctx = self._ctx
+        num_pages = sum(node.num_pages for node in nodes)
+        if not evict:
+            return min(num_pages, ctx.host_pool.available(fenced=False))
+        above = nodes[0].parent
+        held = ctx.pin(above, Tier.HOST) if above is not None and above.host.pages is not None else None
+        available = ctx.room.plan_room(Tier.HOST, num_pages).num_pages
+        if held is not None:
+            ctx.unpin(held)
+        return min(num_pages, available)
+
+    def _fit(self, nodes: Sequence[Node], num_pages: int) -> list[Node]:
+        taken: list[Node] = []
+        for node in nodes:
+            if node.num_pages > num_pages:
+                if num_pages:
+                    taken.append(self._ctx.tree.split(node, num_pages))
+                break
+            num_pages -= node.num_pages
+            taken.append(node)
+        return taken
+
+    def _submit(self, nodes: Sequence[Node]) -> None:
+        ctx = self._ctx
+        sources = [node.device.pages for node in nodes if node.device.pages is not None]
+        device_pages = np.concatenate(sources)
+        host_pages = ctx.host_pool.take(len(device_pages), Owner.LEASE, fenced=False).pages
+        ready = [fence for node in nodes for fence in node.device.ready]
+        plan = CopyPlan(ctx.kv, ctx.arena, device_pages, host_pages)
+        fence = ctx.device.device_to_host(plan, _still_open(ready))
+        start = 0
+        for node in nodes:
+            pages = host_pages[start : start + node.num_pages]
+            ctx.tree.put(Tier.HOST, node, pages, source=Owner.LEASE, ready=(fence,))
+            start += node.num_pages
+        pinned = ctx.pin(nodes[-1], Tier.DEVICE, Tier.HOST)
+        ctx.metrics.counters["offloaded_pages"] += len(host_pages)
+        self._watch(fence, [pinned], len(host_pages))
+
+    def submit_evictions(self, moves: Sequence[Move]) -> None:
+        """Copy evicted nodes out and free their device pages behind the copy's fence."""
+        if not moves:
+            return
+        ctx = self._ctx
+        device_pages = np.concatenate([move.device_pages for move in moves])
+        host_pages = np.concatenate([move.host_pages for move in moves])
+        fence = ctx.device.device_to_host(CopyPlan(ctx.kv, ctx.arena, device_pages, host_pages), ())
+        pins: list[Pinned] = []
+        for move in moves:
+            move.node.host.ready = (fence,)
+            pins.append(ctx.pin(move.node, Tier.HOST))
+        ctx.device_pool.free(device_pages, Owner.TREE, after=fence)
+        ctx.metrics.counters["offloaded_pages"] += len(host_pages)
+        self._watch(fence, pins, len(host_pages))
+
+    def _watch(self, fence: Fence, pins: Sequence[Pinned], num_pages: int) -> None:
+        settled = partial(self._settled, fence=fence, pins=pins)
+        self._hops.add(
+            self._ctx.hops.start_call("offload", lambda stop: wait_fence(self._ctx, fence), settled)
+        )
+
+    def _settled(self, hop: Hop[None], *, fence: Fence, pins: Sequence[Pinned]) -> None:
+        self._hops.discard(hop)
+        ctx = self._ctx
+        for pinned in pins:
+            settle_ready(ctx, pinned.node, Tier.HOST, fence, hop.error)
+            ctx.unpin(pinned)
+        if hop.error is not None:
+            ctx.metrics.counters["failed_copies"] += 1
+            logger.warning("store.fault", call="device_to_host", fault=repr(hop.error))
+            return
+        for pinned in pins:
+            if pinned.node.attached:
+                self._on_offloaded(pinned.node)
+
+
+def _still_open(fences: Sequence[Fence]) -> Sequence[Fence]:
+    fence = combine(fences)
+    return () if fence is None else (fence,)

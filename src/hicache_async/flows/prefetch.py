@@ -1,0 +1,218 @@
+"""Prefetch, L3 to L2: gates, look, agree, then fetch; ended by completion, deadline, stop or cancel."""
+
+from __future__ import annotations
+
+import asyncio
+
+from .._log import logger
+from ..abc import Store, TimerHandle
+from ..config import PrefetchPolicy
+from ..core.holding import Holding
+from ..core.node import Node
+from ..types import PrefetchResult, Stop
+from .calls import count_prefix
+from .charge import Charge
+from .context import Context, resolve, settled_within
+from .fetch import Fetch
+from .offload import Offloads
+
+STOP_GRACE_S = 0.02
+"""How long a stopped prefetch waits for the page in hand, so that what has arrived is not thrown away."""
+
+
+class Prefetch:
+    """One request's prefetch. It runs in a task of the cache; whoever waits for it may go at any time."""
+
+    __slots__ = (
+        "_charges", "_ctx", "_fetch", "_holding", "_offloads", "_result", "_start_page", "_stop_reason",
+        "_stopped", "_ticket", "_timer", "attached_page",
+    )  # fmt: skip
+
+    def __init__(
+        self, ctx: Context, offloads: Offloads, holding: Holding, policy: PrefetchPolicy, ticket: bytes
+    ) -> None:
+        self._ctx = ctx
+        self._offloads = offloads
+        self._holding = holding
+        self._ticket = ticket
+        self._start_page = self.attached_page = 0
+        self._charges: list[Charge] = []
+        self._fetch: Fetch | None = None
+        self._stop_reason: Stop | None = None
+        self._stopped: asyncio.Future[None] = ctx.loop.create_future()
+        self._result: asyncio.Future[PrefetchResult] = ctx.loop.create_future()
+        match = holding.match()
+        asked = (holding.limit_pages - match.local_pages) * ctx.page_tokens
+        deadline_s = policy.deadline_s(asked, ctx.config)
+        self._timer: TimerHandle | None = None
+        if deadline_s is not None:
+            self._timer = ctx.clock.call_later(deadline_s, self._expire)
+        ctx.prefetches.add(self)
+        ctx.spawn(self._run(), "prefetch").add_done_callback(self._mover_ended)
+
+    def stop(self) -> int:
+        """End the prefetch; returns the tokens attached so far. Sync, may be called again."""
+        return self._end(Stop.STOPPED)
+
+    async def settled(self) -> PrefetchResult:
+        """Return what was found and brought, once the prefetch has ended.
+
+        Raises: InvariantError: the cache has failed. Cancellation: ends the wait only.
+        """
+        await asyncio.wait((self._result,))
+        return self._result.result()
+
+    def reached(self, node: Node, end_page: int, charge: Charge) -> None:
+        """Take note of attached pages and keep them on the host for this request."""
+        if self._holding.released or self._holding.loaded:
+            return
+        self._holding.pin_host(node, end_page)
+        self.attached_page = max(self.attached_page, end_page)
+        if charge not in self._charges:
+            charge.hold()
+            self._charges.append(charge)
+
+    def give_up_charges(self) -> None:
+        """Stop counting against the quota: the request has loaded or gone."""
+        for charge in self._charges:
+            charge.let_go()
+        self._charges.clear()
+
+    @property
+    def fetched_pages(self) -> int:
+        """Pages brought to the host for this request so far."""
+        return max(0, self.attached_page - self._start_page)
+
+    @property
+    def start_page(self) -> int:
+        """The first page that was missing."""
+        return self._start_page
+
+    def _expire(self) -> None:
+        self._end(Stop.DEADLINE)
+
+    def _end(self, reason: Stop) -> int:
+        if not self._stopped.done() and not self._result.done():
+            self._stop_reason = reason
+            resolve(self._stopped)
+            if self._fetch is not None:
+                self._fetch.leave(self)
+        return self.fetched_pages * self._ctx.page_tokens
+
+    def _mover_ended(self, task: asyncio.Task[None]) -> None:
+        self._ctx.prefetches.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._fetch is not None:
+            self._fetch.leave(self)
+        if not self._result.done():
+            self._result.set_exception(self._ctx.invariant_error())
+            self._result.exception()  # seen: nobody may be waiting
+
+    async def _run(self) -> None:
+        ctx, holding = self._ctx, self._holding
+        match = holding.match()
+        self._start_page = self.attached_page = match.local_pages
+        missing = holding.limit_pages - match.local_pages
+        hit, stop = await self._look(match.local_pages, missing)
+        agreed = await ctx.ranks.agree(self._ticket, ((match.local_pages + hit) * ctx.page_tokens,))
+        shorter = int(agreed[0]) // ctx.page_tokens - match.local_pages
+        if stop is None and shorter < hit:
+            stop = Stop.PEER_SHORTER
+        hit = max(0, min(hit, shorter))
+        worth = hit * ctx.page_tokens >= ctx.config.effective_prefetch_threshold_tokens
+        if hit and not worth and stop is None:
+            stop = Stop.BELOW_THRESHOLD
+        if hit and worth:
+            ended = await self._fetch_up_to(match.local_pages + hit)
+            stop = ended if ended is not Stop.COMPLETE or stop is None else stop
+        self._settle(missing, hit, stop or Stop.NOT_STORED)
+
+    async def _look(self, start_page: int, missing: int) -> tuple[int, Stop | None]:
+        ctx = self._ctx
+        store = ctx.store
+        if missing <= 0:
+            return 0, Stop.NOTHING_MISSING
+        if store is None or not ctx.reuses:
+            return 0, Stop.DETACHED
+        if missing * ctx.page_tokens < ctx.config.effective_prefetch_threshold_tokens:
+            return 0, Stop.BELOW_THRESHOLD
+        hashes = self._holding.hashes(start_page + missing)
+        hit, batch = 0, ctx.config.store_batch_pages
+        while hit < missing:
+            if self._stop_reason is not None:
+                return hit, self._stop_reason
+            keys = ctx.keys.keys(hashes[start_page + hit : start_page + min(hit + batch, missing)])
+            count = await self._count(store, keys)
+            if count is None:
+                return hit, self._stop_reason or Stop.STORE_FAULT
+            hit += count
+            if count < len(keys):
+                return hit, None if hit else Stop.NOT_STORED
+        return hit, None
+
+    async def _count(self, store: Store, keys: list[str]) -> int | None:
+        # A deadline ends the wait for an answer, too; the question then ends by itself.
+        asking = asyncio.ensure_future(count_prefix(self._ctx, store, keys))
+        await asyncio.wait((asking, self._stopped), return_when=asyncio.FIRST_COMPLETED)
+        if asking.done():
+            return asking.result()
+        asking.cancel()
+        return None
+
+    async def _fetch_up_to(self, goal: int) -> Stop:
+        ctx, holding = self._ctx, self._holding
+        before = -1
+        while self._stop_reason is None:
+            match = holding.match()
+            if match.local_pages >= goal:
+                return Stop.COMPLETE
+            if match.local_pages <= before:
+                return Stop.VANISHED
+            fetch = self._join(match.local_pages, goal)
+            if fetch is None:
+                return Stop.DETACHED
+            await asyncio.wait((fetch.done, self._stopped), return_when=asyncio.FIRST_COMPLETED)
+            if not fetch.done.done() and not fetch.interested:
+                await settled_within(ctx.clock, fetch.done, STOP_GRACE_S)
+            fetch.leave(self)
+            self._fetch = None
+            if self._stop_reason is None and fetch.stop is Stop.COMPLETE:
+                before = match.local_pages
+            elif self._stop_reason is None and fetch.stop is not Stop.STOPPED:
+                return fetch.stop
+        return self._stop_reason
+
+    def _join(self, start_page: int, goal: int) -> Fetch | None:
+        ctx, holding = self._ctx, self._holding
+        if ctx.store is None:
+            return None
+        hashes = holding.hashes(goal)
+        fetch = ctx.fetches.get(hashes[start_page])
+        if fetch is None:
+            fetch = Fetch(
+                ctx, ctx.store, self._offloads, holding.key.data, hashes, holding.chain, start_page, goal
+            )
+        else:
+            ctx.metrics.counters["fetches_joined"] += 1
+        fetch.interested.add(self)
+        self._fetch = fetch
+        return fetch
+
+    def _settle(self, missing: int, hit: int, stop: Stop) -> None:
+        ctx = self._ctx
+        fetched = min(hit, self.fetched_pages)
+        if fetched == hit and hit and stop in (Stop.STOPPED, Stop.DEADLINE):
+            stop = Stop.COMPLETE
+        unfulfilled = ctx.metrics.unfulfilled
+        if hit:
+            unfulfilled[stop] += (hit - fetched) * ctx.page_tokens
+            unfulfilled[Stop.NOT_STORED] += (missing - hit) * ctx.page_tokens
+        else:
+            unfulfilled[stop] += max(0, missing) * ctx.page_tokens
+        result = PrefetchResult(hit * ctx.page_tokens, fetched * ctx.page_tokens, stop)
+        logger.debug(
+            "prefetch.settled", hit=result.hit_tokens, fetched=result.fetched_tokens, stop=stop.value
+        )
+        if not self._result.done():
+            self._result.set_result(result)

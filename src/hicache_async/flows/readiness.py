@@ -1,0 +1,47 @@
+"""Readiness: fences on tree pages, taken away when they have passed, and what follows when they fail."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from .._fence import ThreadFence
+from .._hop import Hop
+from ..abc import Fence
+from ..core.node import Node
+from ..types import Tier
+from .context import Context, Pinned
+
+
+def watch_commit(ctx: Context, node: Node, fence: Fence) -> None:
+    """Keep freshly committed device pages, up to ``node``, until the fence of their forward has passed."""
+    pinned = ctx.pin(node, Tier.DEVICE)
+    settled = partial(_commit_settled, ctx, pinned, fence)
+    ctx.hops.start_call("commit.fence", lambda stop: wait_fence(ctx, fence), settled)
+
+
+def _commit_settled(ctx: Context, pinned: Pinned, fence: Fence, hop: Hop[None]) -> None:
+    settle_ready(ctx, pinned.node, Tier.DEVICE, fence, hop.error)
+    ctx.unpin(pinned)
+
+
+async def wait_fence(ctx: Context, fence: Fence) -> None:
+    """Wait for a fence of the device or of the engine; raises what failed."""
+    if isinstance(fence, ThreadFence):
+        await fence.wait()
+    else:
+        await ctx.device.wait(fence)
+
+
+def settle_ready(ctx: Context, node: Node, tier: Tier, fence: Fence, error: BaseException | None) -> None:
+    """Take ``fence`` off the path to ``node``; after a failure cut off what was to come behind it.
+
+    Nodes that were split meanwhile share the fence, so the whole run is found by walking up.
+    """
+    behind = [above for above in reversed(node.path()) if fence in above.copy_in(tier).ready]
+    if error is None:
+        for above in behind:
+            above.copy_in(tier).ready = ()
+    elif behind and behind[-1].attached:
+        topmost = behind[-1]
+        ctx.metrics.counters["doubted_pages"] += sum(below.num_pages for below in topmost.subtree())
+        ctx.tree.detach(topmost)

@@ -1,0 +1,389 @@
+"""PrefixLease: what a request does with the cache, in tokens. The conversion to pages is here and nowhere else.
+
+Token ranges of a request (half-open):
+
+    [0, loading.tokens)              cached; never computed again
+    [loading.tokens, committed)      computed by this request and published, in whole pages
+    [committed, allocated)           this request's own pages, being computed
+    [allocated, + reserved_tokens)   room promised by load
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from ._fence import ThreadFence
+from .abc import Fence
+from .config import PrefetchPolicy
+from .core.holding import Holding
+from .core.tokens import TokenKey, token_bytes
+from .errors import ConfigError, LeaseError
+from .flows.load import Loading, missing_hashes
+from .flows.movers import Movers
+from .flows.prefetch import Prefetch
+from .flows.readiness import watch_commit
+from .types import Books, Pages, PrefetchResult, State, Tokens
+
+__all__ = ["Allocation", "Loading", "Prefetch", "PrefixLease"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Allocation:
+    """Device pages to compute into.
+
+    Attributes:
+        pages: only the new pages, int64, in logical order; never a half-full tail handed out before.
+        after: block the computing stream (or thread) on it before writing; None: write at once.
+    """
+
+    pages: Pages
+    after: Fence | None
+
+
+class PrefixLease:
+    """One request's hold on its cached prefix and on the pages it computes into.
+
+    Made by :meth:`HiCache.match_prefix`. All methods belong on the cache's loop.
+
+    Ownership: everything the lease holds goes back at :meth:`release`, which is sync and idempotent.
+
+    Attributes:
+        device_tokens, local_tokens: cached on the device, and on device or host; hints until
+            :meth:`load` has returned.
+    """
+
+    __slots__ = (
+        "_announced", "_books", "_check", "_holding", "_is_kept", "_load_called", "_movers", "_on_loaded",
+        "_on_released", "_prefetch", "_prompt_tokens", "_sequence", "device_tokens", "local_tokens", "request_id",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        movers: Movers,
+        holding: Holding,
+        request_id: str,
+        sequence: int,
+        *,
+        check: Callable[[], None],
+        on_loaded: Callable[[PrefixLease], None],
+        on_released: Callable[[PrefixLease], None],
+    ) -> None:
+        self._movers = movers
+        self._holding = holding
+        self.request_id = request_id
+        self._sequence = sequence
+        self._check = check
+        self._on_loaded = on_loaded
+        self._on_released = on_released
+        self._prefetch: Prefetch | None = None
+        self._load_called = False
+        self._is_kept = False
+        self._announced: dict[int, bytes] = {}
+        self._prompt_tokens = holding.length
+        self._books = Books(holding.length, 0, 0, 0, holding.length)
+        self.device_tokens = self.local_tokens = 0
+        if movers.ctx.reuses:
+            match = holding.match()
+            self.device_tokens = match.device_pages * movers.ctx.page_tokens
+            self.local_tokens = match.local_pages * movers.ctx.page_tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"<PrefixLease {self.request_id!r} of {self._holding.length} tokens, {self.local_tokens} local>"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._is_kept:
+            self.release()
+
+    # What it knows
+
+    @property
+    def key(self) -> TokenKey:
+        """The request's tokens; this lease covers the first ones of it, as many as it was extended by."""
+        return self._holding.key
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this request: the prompt and what :meth:`extend` added."""
+        return self._holding.length
+
+    @property
+    def pages(self) -> Pages:
+        """Device pages from token 0, loaded and allocated ones, int64, in logical order; a copy."""
+        return self._holding.table.copy()
+
+    @property
+    def books(self) -> Books:
+        """Where the prompt's tokens came from; final once :meth:`load` has returned."""
+        return self._books
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens beyond those local here that another lease has announced and not committed yet."""
+        ctx = self._movers.ctx
+        if self._holding.released or not ctx.reuses:
+            return 0
+        missing = missing_hashes(self._holding)
+        return ctx.announcements.pending(self, missing) * ctx.page_tokens
+
+    # Bringing the prefix
+
+    def keep(self) -> Self:
+        """Hand the lease on: ``with`` no longer releases it, the engine's loop will, at a step boundary."""
+        self._is_kept = True
+        return self
+
+    async def prefetch(self, policy: PrefetchPolicy | None = None, *, priority: int = 0) -> PrefetchResult:
+        """Bring what the store has of the missing prefix to the host. Never raises for I/O.
+
+        Args:
+            policy: how it ends; None: the cache's ``prefetch_policy``.
+            priority: higher is served first where requests queue.
+        Raises: LeaseError: a second prefetch, or after load.
+        Cancellation: withdraws interest; what has arrived stays.
+        """
+        prefetch = self.start_prefetch(policy, priority=priority)
+        try:
+            return await prefetch.settled()
+        finally:
+            prefetch.stop()
+
+    def start_prefetch(self, policy: PrefetchPolicy | None = None, *, priority: int = 0) -> Prefetch:
+        """As :meth:`prefetch`, but return at once; :meth:`load` waits for it."""
+        self._check_live()
+        if self._prefetch is not None or self._load_called:
+            raise LeaseError(
+                f"{self!r}: one prefetch a lease, and before load(); take a new lease for another"
+            )
+        ctx = self._movers.ctx
+        if policy is None:
+            policy = PrefetchPolicy(ctx.config.prefetch_policy)
+        self._prefetch = Prefetch(ctx, self._movers.offloads, self._holding, policy, self._ticket(b"plan"))
+        return self._prefetch
+
+    async def load(
+        self, total_tokens: int | None = None, *, wait_pending: bool = True, priority: int = 0
+    ) -> Loading:
+        """Bring the local prefix to the device and reserve room for what is still to be computed.
+
+        Waits for a range that another lease has announced, else announces what it will compute, so
+        equal cold prompts compute once. Never raises for room: the longest prefix that fits is loaded.
+
+        Args:
+            total_tokens: room wanted, counted from token 0; None: for the prompt.
+            wait_pending: whether to wait for announced ranges (a cache with ranks never does).
+            priority: higher is served first where loads queue.
+        Returns: when the copies are queued; the prefix is usable layer by layer from then on.
+        Raises: LeaseError: a second load.
+        Cancellation: nothing is moved; release the lease.
+        """
+        self._check_live()
+        if self._load_called:
+            raise LeaseError(f"{self!r}: one load a lease; take a new lease to load again")
+        total = self._holding.length if total_tokens is None else _count("total_tokens", total_tokens)
+        self._load_called = True
+        movers, holding = self._movers, self._holding
+        if self._prefetch is not None:
+            await self._prefetch.settled()
+            holding.check_live()
+        if wait_pending and movers.ctx.ranks.size == 1:
+            await movers.loads.wait_pending(holding, self)
+        self._announce(total)
+        loading = await movers.loads.load(holding, total, self._ticket(b"ready"), priority=priority)
+        self._loaded(loading)
+        return loading
+
+    def _announce(self, total_tokens: int) -> None:
+        ctx, holding = self._movers.ctx, self._holding
+        if not ctx.reuses:
+            return
+        local_pages = holding.match().local_pages
+        end_page = min(total_tokens, holding.length) // ctx.page_tokens
+        hashes = holding.hashes(end_page)
+        mine = set(ctx.announcements.announce(self, hashes[local_pages:end_page]))
+        self._announced = {
+            page: hashes[page] for page in range(local_pages, end_page) if hashes[page] in mine
+        }
+
+    def _loaded(self, loading: Loading) -> None:
+        ctx, holding = self._movers.ctx, self._holding
+        from_store = from_host = 0
+        if self._prefetch is not None:
+            first = self._prefetch.start_page * ctx.page_tokens
+            from_store = max(
+                0, min(loading.tokens, first + self._prefetch.fetched_pages * ctx.page_tokens) - first
+            )
+            self._prefetch.give_up_charges()
+        from_host = max(0, loading.loaded_tokens - from_store)
+        from_device = loading.tokens - from_store - from_host
+        prompt = self._prompt_tokens
+        self._books = Books(prompt, from_device, from_host, from_store, prompt - loading.tokens)
+        metrics = ctx.metrics
+        metrics.device += from_device
+        metrics.host += from_host
+        metrics.store += from_store
+        metrics.computed += prompt - loading.tokens
+        holding.unpin_host()
+        self.device_tokens = self.local_tokens = loading.tokens
+        if holding.device_end is not None and ctx.reuses:
+            self._movers.back_up(holding.device_end)
+        self._on_loaded(self)
+
+    # Computing the rest
+
+    def allocate_nowait(self, total_tokens: int) -> Allocation:
+        """Hold pages for tokens ``[0, total_tokens)``; within ``tokens + reserved_tokens`` it cannot fail.
+
+        Idempotent: asking for what is held returns no new page.
+        Raises: CapacityError: no room even after eviction; preempt a request. LeaseError: before load.
+        """
+        total_pages = self._pages_for(total_tokens)
+        self._movers.device_room.ensure(self._holding, total_pages)
+        return Allocation(self._holding.place(total_pages), self._holding.open_fence())
+
+    async def allocate(self, total_tokens: int) -> Allocation:
+        """As :meth:`allocate_nowait`, but wait in turn while other requests can still give pages back.
+
+        Raises: CapacityError: everybody who holds pages waits for some; preempt this request.
+        Cancellation: what was granted so far stays reserved for this lease.
+        """
+        total_pages = self._pages_for(total_tokens)
+        if self._holding.missing_pages(total_pages):
+            await self._movers.device_room.wait(self._holding, total_pages)
+        return Allocation(self._holding.place(total_pages), self._holding.open_fence())
+
+    def extend(self, token_ids: Tokens) -> None:
+        """Append decoded or accepted tokens.
+
+        Raises: ConfigError: an id that is not an integer in 0 .. 2**32-1, naming its position.
+        """
+        self._check_live()
+        self._holding.extend(token_bytes(token_ids))
+
+    def commit(self, num_tokens: int, *, after: Fence | None = None) -> int:
+        """Publish the KV of tokens ``[0, num_tokens)``, whole pages only; they are immutable from now on.
+
+        Args:
+            num_tokens: absolute, from token 0; may be said again.
+            after: behind which the KV is there; None: behind what the engine's stream has queued.
+                A forward in a thread needs :meth:`HiCache.host_fence`, or to have ended.
+        Returns: how many tokens are committed now.
+        Raises: LeaseError: beyond what the lease knows, or holds pages for.
+        """
+        self._check_live()
+        ctx, holding = self._movers.ctx, self._holding
+        num_tokens = _count("num_tokens", num_tokens)
+        held = min(holding.length, len(holding.table) * ctx.page_tokens)
+        if num_tokens > held:
+            raise LeaseError(
+                f"commit of {num_tokens} tokens: the lease knows {holding.length} (extend adds) and holds pages "
+                f"for {len(holding.table) * ctx.page_tokens} (load and allocate add)"
+            )
+        start = holding.committed_pages
+        fence = ctx.device.fence(None) if after is None else after
+        doubtful = isinstance(fence, ThreadFence) and fence.error is not None
+        if not ctx.reuses or doubtful:
+            return start * ctx.page_tokens
+        ready = () if fence.passed() else (fence,)
+        end = holding.commit(num_tokens // ctx.page_tokens, ready)
+        if ready and holding.committed_pages > start:
+            watch_commit(ctx, end, fence)
+        self._movers.committed(holding)
+        self._end_announcements(start, holding.committed_pages)
+        return holding.committed_pages * ctx.page_tokens
+
+    def _end_announcements(self, start_page: int, end_page: int) -> None:
+        if self._announced:
+            ended = [
+                self._announced.pop(page) for page in range(start_page, end_page) if page in self._announced
+            ]
+            self._movers.ctx.announcements.end(ended)
+
+    def discard(self, from_token: int, *, after: Fence | None = None) -> None:
+        """Forget tokens from ``from_token`` on (rejected speculation) and give their pages back.
+
+        Args:
+            after: behind which the pages may be reused; None: behind what the engine's stream has queued.
+        Raises: LeaseError: below what is committed.
+        """
+        self._check_live()
+        ctx, holding = self._movers.ctx, self._holding
+        from_token = _count("from_token", from_token)
+        committed = holding.committed_pages * ctx.page_tokens
+        if from_token < committed:
+            raise LeaseError(
+                f"discard from token {from_token}: {committed} tokens are committed and immutable"
+            )
+        holding.length = min(holding.length, from_token)
+        keep = max(-(-from_token // ctx.page_tokens), holding.committed_pages)
+        if keep < len(holding.table):
+            holding.drop_tail(keep, ctx.device.fence(None) if after is None else after)
+            self._movers.device_room.pump()
+
+    def release(self, *, after: Fence | None = None, offload: bool = False) -> None:
+        """Give everything back. Sync, idempotent; a no-op after the cache was closed.
+
+        Never call it while a forward that uses the pages runs: release at a step boundary, or say
+        with ``after`` when the pages may be reused.
+
+        Args:
+            after: behind which private pages may be reused; None: behind what the engine's stream has queued.
+            offload: copy committed pages to the host whatever the policy (a preempted request).
+        """
+        ctx, holding = self._movers.ctx, self._holding
+        if holding.released:
+            return
+        if ctx.state is State.CLOSED:
+            holding.released = True
+            return
+        self._check()
+        if self._prefetch is not None:
+            self._prefetch.stop()
+            self._prefetch.give_up_charges()
+        end = holding.device_end
+        if offload and end is not None and end.attached and ctx.reuses:
+            self._movers.offloads.offload_path(end, min_hits=0)
+        holding.release(
+            ctx.device.fence(None) if after is None else after, unpin=ctx.state is not State.FAILED
+        )
+        ctx.announcements.end(list(self._announced.values()))
+        self._announced.clear()
+        self._on_released(self)
+        self._movers.device_room.pump()
+
+    # Checks
+
+    def _check_live(self) -> None:
+        self._check()
+        self._movers.ctx.check_open()
+        self._holding.check_live()
+
+    def _pages_for(self, total_tokens: int) -> int:
+        self._check_live()
+        if not self._holding.loaded:
+            raise LeaseError(f"{self!r}: call load() first, even when nothing is cached")
+        return -(-_count("total_tokens", total_tokens) // self._movers.ctx.page_tokens)
+
+    def _ticket(self, kind: bytes) -> bytes:
+        # 128 bits of a hash of what is the same on every rank.
+        name = self.request_id.encode()
+        return hashlib.sha256(struct.pack("<QQ", len(name), self._sequence) + name + kind).digest()[:16]
+
+
+def _count(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
+        raise ConfigError(f"{name} is {value!r}; it must be an integer >= 0")
+    return int(value)
