@@ -10,7 +10,7 @@ SAY := @printf '%s\n' >&2
 .NOTPARALLEL:
 
 help:
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/'
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: .venv/.demo-stamp ## a conversation whose KV cache comes back from device, host and disk
 	@$(BIN)/python examples/chat.py $(ARGS)

@@ -44,7 +44,12 @@ class Llama:
 
     def __init__(self, config: LlamaConfig, weights: Mapping[str, Tensor]) -> None:
         self.config = config
-        self.weights = weights
+        self.embedding = weights["model.embed_tokens.weight"]
+        self.norm = weights["model.norm.weight"]
+        self.layers = [
+            {name: weights[f"model.layers.{layer}.{name}.weight"] for name in _LAYER_WEIGHTS}
+            for layer in range(config.num_hidden_layers)
+        ]
 
     @classmethod
     def load(cls, directory: Path) -> Llama:
@@ -67,7 +72,10 @@ class Llama:
         hidden, inner = config.hidden_size, config.intermediate_size
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
-        weights = {"model.embed_tokens.weight": matrix(config.vocab_size, hidden), "model.norm.weight": torch.ones(hidden)}
+        weights = {
+            "model.embed_tokens.weight": matrix(config.vocab_size, hidden),
+            "model.norm.weight": torch.ones(hidden),
+        }
         for layer in range(config.num_hidden_layers):
             parts = {
                 "input_layernorm": torch.ones(hidden),
@@ -93,52 +101,36 @@ class Llama:
             context: takes the new K/V of a layer and returns the layer's K/V of the whole sequence so far.
         Returns: the logits behind the last token, float32 (vocab_size,).
         """
-        config, weights = self.config, self.weights
         positions = torch.arange(start, start + len(tokens))
         rotation = self._rotation(positions)
-        # A new token sees everything before it and itself.
+        # A token sees everything before it and itself.
         mask = torch.arange(start + len(tokens)) <= positions[:, None]
-        x = embedding(tokens, weights["model.embed_tokens.weight"])
-        for layer in range(config.num_hidden_layers):
-            w = {n: weights[f"model.layers.{layer}.{n}.weight"] for n in _LAYER}
-            h = self._norm(x, w["input_layernorm"])
-            x = x + linear(self._attend(layer, h, w, rotation, mask, context), w["self_attn.o_proj"])
-            h = self._norm(x, w["post_attention_layernorm"])
-            x = x + linear(silu(linear(h, w["mlp.gate_proj"])) * linear(h, w["mlp.up_proj"]), w["mlp.down_proj"])
-        x = self._norm(x[-1], weights["model.norm.weight"])
-        return linear(x, weights["model.embed_tokens.weight"])
+        x = embedding(tokens, self.embedding)
+        for layer, w in enumerate(self.layers):
+            h = self._rms_norm(x, w["input_layernorm"])
+            q, k, v = (self._heads(h, w[f"self_attn.{each}_proj"]) for each in "qkv")
+            k, v = context(layer, _rotate(k, *rotation), v)
+            x = x + linear(_attend(_rotate(q, *rotation), k, v, mask), w["self_attn.o_proj"])
+            h = self._rms_norm(x, w["post_attention_layernorm"])
+            h = silu(linear(h, w["mlp.gate_proj"])) * linear(h, w["mlp.up_proj"])
+            x = x + linear(h, w["mlp.down_proj"])
+        return linear(self._rms_norm(x[-1], self.norm), self.embedding)
 
-    def _attend(
-        self,
-        layer: int,
-        h: Tensor,
-        w: Mapping[str, Tensor],
-        rotation: tuple[Tensor, Tensor],
-        mask: Tensor,
-        context: ContextKV,
-    ) -> Tensor:
-        def heads(name: str) -> Tensor:
-            return linear(h, w[f"self_attn.{name}_proj"]).unflatten(-1, (-1, self.config.head_dim))
+    def _heads(self, h: Tensor, weight: Tensor) -> Tensor:
+        return linear(h, weight).unflatten(-1, (-1, self.config.head_dim))
 
-        q = _rotate(heads("q"), *rotation)
-        k, v = context(layer, _rotate(heads("k"), *rotation), heads("v"))
-        out = scaled_dot_product_attention(
-            *(each.transpose(0, 1)[None] for each in (q, k, v)), attn_mask=mask, enable_gqa=True
-        )
-        return out[0].transpose(0, 1).flatten(1)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rotary embedding, each (num_tokens, 1, head_dim); Su et al. 2021."""
+        """Cosines and sines of the rotary embedding (Su et al. 2021), each (num_tokens, 1, head_dim)."""
         exponents = torch.arange(0, self.config.head_dim, 2) / self.config.head_dim
         angles = positions[:, None] / self.config.rope_theta**exponents
         angles = torch.cat((angles, angles), dim=-1)[:, None]
         return angles.cos(), angles.sin()
 
 
-_LAYER = (
+_LAYER_WEIGHTS = (
     "input_layernorm",
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -154,3 +146,9 @@ _LAYER = (
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))  # heads first, a batch of one
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return out[0].transpose(0, 1).flatten(1)

@@ -23,6 +23,7 @@ def check_tree(tree: PrefixTree, *, write_through: bool) -> None:
             if node is not root:
                 _check_pages(tree, node)
                 _check_place(node, write_through=write_through)
+                _check_queued(tree, node)
     for node in tree.detached:
         if node.attached or not (node.is_held or node.children or node.residency is not Residency.GHOST):
             raise InvariantError(f"{node!r} is among the detached nodes for no reason")
@@ -73,6 +74,12 @@ def _check_place(node: Node, *, write_through: bool) -> None:
         raise InvariantError(f"{node!r} is on the device, {parent!r} above it is not")
     if write_through and node.host.pages is not None and parent.host.pages is None:
         raise InvariantError(f"{node!r} is on the host, {parent!r} above it is not")
+
+
+def _check_queued(tree: PrefixTree, node: Node) -> None:
+    for tier, queue in tree.queues.items():
+        if queue.is_evictable(node) and node not in queue:
+            raise InvariantError(f"{node!r} may lose {tier} and nobody would ever ask it to")
 
 
 def tree_pages(tree: PrefixTree, tier: Tier) -> Pages:

@@ -27,6 +27,9 @@ class EvictionQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, node: Node) -> bool:
+        return node in self._entries
+
     def is_evictable(self, node: Node) -> bool:
         """Return whether ``node`` may lose the tier: nothing pins it and no child stands on it."""
         copy = node.copy_in(self._tier)

@@ -1,0 +1,1 @@
+"""The tests; helpers that several modules share are imported as ``tests.folder.module``."""
