@@ -227,9 +227,9 @@ class HiCache:
     def _allocate(self, lease: PrefixLease, total_tokens: int) -> Allocation | None:
         holding = self._leases.get(lease)
         if holding is not None and len(self._step.pages):
-            missing = holding.missing_pages(-(-total_tokens // self._ctx.page_tokens))
+            missing = holding.table.missing_pages(-(-total_tokens // self._ctx.page_tokens))
             pages, self._step.pages = self._step.pages[:missing], self._step.pages[missing:]
-            holding.reserve(Grant(pages, list(self._step.after)))
+            holding.table.reserve(Grant(pages, list(self._step.after)))
         try:
             return lease.allocate_nowait(total_tokens)
         except CapacityError:

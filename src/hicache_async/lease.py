@@ -123,7 +123,7 @@ class PrefixLease:
     @property
     def pages(self) -> Pages:
         """Device pages from token 0, loaded and allocated ones, int64, in logical order; a copy."""
-        return self._holding.table.copy()
+        return self._holding.table.pages.copy()
 
     @property
     def books(self) -> Books:
@@ -252,7 +252,7 @@ class PrefixLease:
         """
         total_pages = self._pages_for(total_tokens)
         self._movers.device_room.ensure(self._holding, total_pages)
-        return Allocation(self._holding.place(total_pages), self._holding.open_fence())
+        return Allocation(self._holding.table.place(total_pages), self._holding.table.open_fence())
 
     async def allocate(self, total_tokens: int) -> Allocation:
         """As :meth:`allocate_nowait`, but wait in turn while other requests can still give pages back.
@@ -261,9 +261,9 @@ class PrefixLease:
         Cancellation: what was granted so far stays reserved for this lease.
         """
         total_pages = self._pages_for(total_tokens)
-        if self._holding.missing_pages(total_pages):
+        if self._holding.table.missing_pages(total_pages):
             await self._movers.device_room.wait(self._holding, total_pages)
-        return Allocation(self._holding.place(total_pages), self._holding.open_fence())
+        return Allocation(self._holding.table.place(total_pages), self._holding.table.open_fence())
 
     def extend(self, token_ids: Tokens) -> None:
         """Append decoded or accepted tokens.
@@ -330,7 +330,7 @@ class PrefixLease:
         holding.length = min(holding.length, from_token)
         keep = max(-(-from_token // ctx.page_tokens), holding.committed_pages)
         if keep < len(holding.table):
-            holding.drop_tail(keep, ctx.device.fence(None) if after is None else after)
+            holding.table.free_tail(keep, ctx.device.fence(None) if after is None else after)
             self._movers.device_room.pump()
 
     def release(self, *, after: Fence | None = None, offload: bool = False) -> None:

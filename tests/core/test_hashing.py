@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -14,7 +11,7 @@ from hypothesis import strategies as st
 from hicache_async.core.hashing import DIGEST_NBYTES, HashChain, chain_seed
 from hicache_async.core.tokens import token_bytes
 from hicache_async.errors import InvariantError
-from tests.core.world import QUICK
+from tests.core.world import QUICK, start_core
 
 PAGE_NBYTES = 16
 EIGHT_TOKENS = token_bytes(range(8))
@@ -136,16 +133,7 @@ def test_different_pairs_have_different_seeds(one: tuple[bytes, str | None], two
 
 def test_every_process_finds_the_same_hashes() -> None:
     """Processes whose own string hashes differ name the same pages."""
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", PRINT_HASHES],
-            env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": str(seed)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in (1, 2, 3)
-    ]
+    children = [start_core(PRINT_HASHES, PYTHONHASHSEED=seed) for seed in "123"]
     outputs = [child.communicate()[0].split() for child in children]
     assert [child.returncode for child in children] == [0, 0, 0]
     assert len({words[-1] for words in outputs}) == 3, "the processes did not differ at all"

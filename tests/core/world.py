@@ -6,13 +6,18 @@ that ends up under the wrong prefix accuses itself.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from hypothesis import HealthCheck, settings
 
+import hicache_async
 from hicache_async.core.audit import check_capacity, check_owner, check_pins, check_tree, tree_pages
 from hicache_async.core.hashing import HashChain
 from hicache_async.core.node import Node
@@ -29,8 +34,25 @@ _CALM = (HealthCheck.too_slow, HealthCheck.data_too_large)
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=_CALM)
 LONG = settings(QUICK, max_examples=2000)
 
+_CORE_ALONE = """
+import sys, types
+package = sys.modules["hicache_async"] = types.ModuleType("hicache_async")
+package.__path__ = [sys.argv[1]]
+"""
+
 Prefix = tuple[bytes, str]
 """The seed and the letters from the root: names one page, the last."""
+
+
+def start_core(script: str, *flags: str, **environment: str) -> subprocess.Popen[str]:
+    """Start a Python process that runs ``script`` with the core alone: no torch, nothing above."""
+    package = str(Path(hicache_async.__file__).parent)
+    return subprocess.Popen(
+        [sys.executable, *flags, "-c", _CORE_ALONE + script, package],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 class OpenFence:

@@ -2,9 +2,9 @@
 
 Page table of a loaded request, in pages from token 0 (half-open):
 
-    [0, end)              the tree's, kept by the device pin at ``end``; some may be private duplicates
-    [end, len(table))     private: allocated, being computed
-    reserved              private: room promised by load, not in the table yet
+    [0, committed)            the tree's, kept by the device pin at its end; some may be private duplicates
+    [committed, len(table))   private: allocated, being computed
+    table.reserved            private: room promised by load, not in the table yet
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .._fence import combine
 from ..abc import Fence
 from ..errors import LeaseError
-from ..types import Pages, Tier
+from ..types import Tier
 from .hashing import HashChain
 from .node import Node
-from .pool import NO_PAGES, Grant, Owner, PagePool
+from .page_table import PageTable
+from .pool import NO_PAGES, Owner, PagePool
 from .tokens import TOKEN_NBYTES, TokenKey
 from .tree import Match, PrefixTree
 
@@ -35,25 +35,19 @@ class Holding:
     """
 
     __slots__ = (
-        "_device_pool", "_tree", "chain", "committed_pages", "credited_pages", "device_end", "fences", "host_end", "host_end_page",
-        "key", "length", "loaded", "loaded_pages", "owned", "released", "reserved", "table", "whole",
+        "_tree", "chain", "committed_pages", "credited_pages", "device_end", "host_end", "host_end_page", "key",
+        "length", "loaded", "loaded_pages", "released", "table", "whole",
     )  # fmt: skip
 
     def __init__(
         self, tree: PrefixTree, device_pool: PagePool, key: TokenKey, length: int, chain: HashChain, *, whole: bool
     ) -> None:
         self._tree = tree
-        self._device_pool = device_pool
         self.key = key
         self.length = length
         self.chain = chain
         self.whole = whole
-        self.table: Pages = NO_PAGES
-        self.owned = np.empty(0, dtype=np.bool_)
-        """Which pages of the table are private."""
-        self.reserved: Pages = NO_PAGES
-        self.fences: list[Fence] = []
-        """Fences behind which private pages may be written."""
+        self.table = PageTable(device_pool)
         self.device_end: Node | None = None
         self.host_end: Node | None = None
         """The deepest node that a prefetch attached for this request, pinned on the host until load."""
@@ -85,10 +79,6 @@ class Holding:
         """Return the hashes of at least the first ``num_pages``."""
         return self.key.page_hashes(self.chain, num_pages)
 
-    def private_pages(self) -> Pages:
-        """Return the pages booked to this lease."""
-        return np.concatenate((self.table[self.owned], self.reserved))
-
     def check_live(self) -> None:
         """Raise LeaseError after release."""
         if self.released:
@@ -112,44 +102,11 @@ class Holding:
     def settle_load(self, end: Node, num_pages: int) -> None:
         """Take over the first ``num_pages``, all on the device; ``end`` is pinned for this lease already."""
         pages = [node.device.pages for node in end.path() if node.device.pages is not None]
-        self.table = np.concatenate(pages) if pages else NO_PAGES
-        self.owned = np.zeros(num_pages, dtype=np.bool_)
+        self.table.begin(np.concatenate(pages) if pages else NO_PAGES)
         assert len(self.table) == num_pages
         self.device_end = end
         self.committed_pages = self.loaded_pages = num_pages
         self.loaded = True
-
-    def settle_without_tree(self) -> None:
-        """Begin with nothing cached, in a cache that matches and keeps nothing."""
-        self.loaded = True
-
-    def reserve(self, grant: Grant) -> None:
-        """Add pages, booked to this lease, to the reserve."""
-        self.reserved = np.concatenate((self.reserved, grant.pages))
-        self.fences += grant.after
-
-    def shrink_reserve(self, num_pages: int) -> Pages:
-        """Take pages beyond ``num_pages`` out of the reserve and return them, still booked to this lease."""
-        spare, self.reserved = self.reserved[num_pages:], self.reserved[:num_pages]
-        return spare
-
-    def missing_pages(self, total_pages: int) -> int:
-        """Return how many pages beyond table and reserve it takes to hold ``total_pages``."""
-        return max(0, total_pages - len(self.table) - len(self.reserved))
-
-    def place(self, total_pages: int) -> Pages:
-        """Move reserved pages into the table until it holds ``total_pages``; returns the new ones."""
-        count = max(0, total_pages - len(self.table))
-        new, self.reserved = self.reserved[:count], self.reserved[count:]
-        self.table = np.concatenate((self.table, new))
-        self.owned = np.concatenate((self.owned, np.ones(len(new), dtype=np.bool_)))
-        return new
-
-    def open_fence(self) -> Fence | None:
-        """Return one fence behind which private pages may be written; None: at once."""
-        fence = combine(self.fences)
-        self.fences = [] if fence is None else [fence]
-        return fence
 
     # Giving
 
@@ -173,11 +130,11 @@ class Holding:
             self.key.data,
             self.hashes(end_page),
             start,
-            self.table[start:end_page],
+            self.table.pages[start:end_page],
             source=Owner.LEASE,
             ready=ready,
         )
-        self.owned[start:end_page] = ~graft.taken
+        self.table.owned[start:end_page] = ~graft.taken
         self._tree.pin(Tier.DEVICE, graft.end)
         self._tree.unpin(Tier.DEVICE, self.device_end)
         self.device_end = graft.end
@@ -203,11 +160,6 @@ class Holding:
         self.key.data += data[len(known) :]
         self.length += len(data) // TOKEN_NBYTES
 
-    def drop_tail(self, num_pages: int, after: Fence | None) -> None:
-        """Free the private pages of the table from ``num_pages`` on."""
-        self._device_pool.free(self.table[num_pages:], Owner.LEASE, after=combine([after, *self.fences]))
-        self.table, self.owned = self.table[:num_pages], self.owned[:num_pages]
-
     def release(self, after: Fence | None, *, unpin: bool = True) -> None:
         """Give everything back; private pages may be reused behind ``after``.
 
@@ -215,9 +167,8 @@ class Holding:
             unpin: False when the tree is not to be trusted any more.
         """
         self.released = True
-        self._device_pool.free(self.table[self.owned], Owner.LEASE, after=combine([after, *self.fences]))
-        self._device_pool.free(self.reserved, Owner.LEASE, after=combine(self.fences))
-        self.table, self.reserved, self.owned = NO_PAGES, NO_PAGES, np.empty(0, dtype=np.bool_)
+        self.table.free_tail(0, after)
+        self.table.free_reserved()
         if unpin:
             self.unpin_host()
             if self.device_end is not None:

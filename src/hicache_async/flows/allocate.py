@@ -56,11 +56,11 @@ class DeviceRoom:
 
         Raises: CapacityError: there is no room; nothing is taken.
         """
-        missing = holding.missing_pages(total_pages)
+        missing = holding.table.missing_pages(total_pages)
         if not missing:
             return
         ctx = self._ctx
-        grant = self.grant(missing) if missing <= ctx.device_pool.capacity else Grant(holding.reserved[:0])
+        grant = self.grant(missing) if missing <= ctx.device_pool.capacity else Grant(holding.table.reserved[:0])
         if len(grant.pages) < missing:
             got = len(grant.pages)
             self._give_back(grant)
@@ -68,7 +68,7 @@ class DeviceRoom:
                 f"{missing} more device pages are needed to hold {total_pages}, {got} of {ctx.device_pool.capacity} "
                 "can be had: preempt a request (release its lease) and try again"
             )
-        holding.reserve(grant)
+        holding.table.reserve(grant)
 
     def _give_back(self, grant: Grant) -> None:
         self._ctx.device_pool.free(grant.pages, Owner.LEASE, after=combine(grant.after))
@@ -80,9 +80,9 @@ class DeviceRoom:
         Cancellation: what was granted so far stays in the reserve of the lease.
         """
         ctx = self._ctx
-        if holding.missing_pages(total_pages) > ctx.device_pool.capacity - len(holding.table):
+        if holding.table.missing_pages(total_pages) > ctx.device_pool.capacity - len(holding.table):
             self.ensure(holding, total_pages)
-        waiter = _Waiter(holding, total_pages, len(holding.reserved), ctx.loop.create_future())
+        waiter = _Waiter(holding, total_pages, len(holding.table.reserved), ctx.loop.create_future())
         self._waiters.append(waiter)
         self.pump()
         try:
@@ -97,10 +97,10 @@ class DeviceRoom:
         """Serve the waiters in order; called whenever pages came back or lost a pin."""
         while self._waiters:
             head = self._waiters[0]
-            missing = head.holding.missing_pages(head.total_pages)
+            missing = head.holding.table.missing_pages(head.total_pages)
             if missing and not head.holding.released:
-                head.holding.reserve(self.grant(missing))
-                missing = head.holding.missing_pages(head.total_pages)
+                head.holding.table.reserve(self.grant(missing))
+                missing = head.holding.table.missing_pages(head.total_pages)
             if not missing or head.holding.released:
                 self._waiters.popleft()
                 if not head.granted.done():
@@ -115,15 +115,14 @@ class DeviceRoom:
             return False
         waiting = {waiter.holding for waiter in self._waiters}
         return not any(
-            holding not in waiting and (len(holding.table) or len(holding.reserved))
+            holding not in waiting and holding.table.holds_pages
             for holding in self._holdings()
         )
 
     def _refuse(self, waiter: _Waiter) -> None:
         if waiter.granted.done():
             return
-        spare = waiter.holding.shrink_reserve(waiter.kept_pages)
-        self._give_back(Grant(spare, list(waiter.holding.fences)))
+        waiter.holding.table.free_reserved(keep_pages=waiter.kept_pages)
         waiter.granted.set_exception(
             CapacityError(
                 f"every request that holds device pages waits for more; this one, for {waiter.total_pages} pages, "

@@ -26,7 +26,7 @@ def audit(ctx: Context, holdings: Collection[Holding], step_pages: Pages) -> Non
     """
     for pool in (ctx.device_pool, ctx.host_pool):
         check_capacity(pool)
-    leased = [holding.private_pages() for holding in holdings] + [step_pages]
+    leased = [holding.table.own_pages() for holding in holdings] + [step_pages]
     check_owner(ctx.device_pool, Owner.LEASE, np.concatenate(leased))
     check_owner(ctx.device_pool, Owner.HOP, _concatenated(ctx.device_pool.settling()))
     check_owner(ctx.host_pool, Owner.LEASE, NO_PAGES)

@@ -156,7 +156,7 @@ class Loads:
             holding.check_live()
             placed = self._place(holding, total_tokens)
             tokens = placed.end_page * ctx.page_tokens
-            room = (placed.device_pages + len(holding.reserved)) * ctx.page_tokens
+            room = (placed.device_pages + len(holding.table.reserved)) * ctx.page_tokens
             reserved = max(0, min(total_tokens, room) - tokens)
             agreed = await ctx.ranks.agree(ticket, (tokens, reserved))
             holding.check_live()
@@ -180,7 +180,7 @@ class Loads:
         ctx, tree = self._ctx, self._ctx.tree
         total_pages = -(-total_tokens // ctx.page_tokens)
         if not ctx.reuses:
-            holding.reserve(self._device_room.grant(total_pages))
+            holding.table.reserve(self._device_room.grant(total_pages))
             return _Placed(0, 0, None)
         match = holding.match()
         device_pages, end_page = match.device_pages, match.device_pages + self._host_pages(holding)
@@ -188,8 +188,8 @@ class Loads:
         tree.pin(Tier.DEVICE, device_end)
         holding.device_end = device_end
         host_pinned = ctx.pin(tree.cut(match, end_page), Tier.HOST) if end_page > device_pages else None
-        holding.reserve(self._device_room.grant(max(0, max(total_pages, end_page) - device_pages)))
-        placed_end = min(end_page, device_pages + len(holding.reserved))
+        holding.table.reserve(self._device_room.grant(max(0, max(total_pages, end_page) - device_pages)))
+        placed_end = min(end_page, device_pages + len(holding.table.reserved))
         if placed_end < end_page:
             ctx.metrics.counters["load_tokens_without_device_room"] += (
                 end_page - placed_end
@@ -217,7 +217,7 @@ class Loads:
             tree.unpin(Tier.DEVICE, device_end)
             holding.settle_load(end, end_page)
         else:
-            holding.settle_without_tree()
+            holding.loaded = True
         if slot and not copies:
             self._slots.give_back()
         self._trim_reserve(holding, end_page, tokens + reserved_tokens)
@@ -226,15 +226,15 @@ class Loads:
             ready = node.device.ready
             if ready and not any(ready is known for known in fences):
                 fences.append(ready)
-        return Loading(tokens, reserved_tokens, holding.table.copy(), loaded_tokens, ctx, fences)
+        return Loading(tokens, reserved_tokens, holding.table.pages.copy(), loaded_tokens, ctx, fences)
 
     def _copy(self, holding: Holding, nodes: Sequence[Node], *, slot: bool) -> None:
         ctx, tree = self._ctx, self._ctx.tree
         sources = [node.host.pages for node in nodes if node.host.pages is not None]
         host_pages = np.concatenate(sources) if sources else NO_PAGES
-        targets, holding.reserved = holding.reserved[: len(host_pages)], holding.reserved[len(host_pages) :]
+        targets = holding.table.take_reserved(len(host_pages))
         ready = [fence for node in nodes for fence in node.host.ready]
-        after = combine([*ready, *holding.fences])
+        after = combine([*ready, *holding.table.fences])
         plan = CopyPlan(ctx.kv, ctx.arena, targets, host_pages)
         fences = ctx.device.host_to_device(plan, () if after is None else (after,))
         start = 0
@@ -260,9 +260,8 @@ class Loads:
 
     def _trim_reserve(self, holding: Holding, end_page: int, total_tokens: int) -> None:
         keep = max(0, -(-total_tokens // self._ctx.page_tokens) - end_page)
-        spare = holding.shrink_reserve(keep)
-        if len(spare):
-            self._ctx.device_pool.free(spare, Owner.LEASE, after=combine(holding.fences))
+        if keep < len(holding.table.reserved):
+            holding.table.free_reserved(keep)
             self._device_room.pump()
 
 
