@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 from collections.abc import Callable
@@ -43,6 +44,15 @@ def files_below(root: str | Path, part: str) -> list[Path]:
 def num_open_files() -> int:
     """Return how many descriptors this process has open."""
     return len(os.listdir("/proc/self/fd"))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop turn until something on it has happened."""
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never happened")
 
 
 class CountingThreads(DaemonThreads):

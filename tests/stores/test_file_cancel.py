@@ -14,7 +14,16 @@ from hicache_async.errors import StoreUnavailable, WrongLoopError
 from hicache_async.stores import FileStore
 from hicache_async.testing.manual import ManualThreads
 from hicache_async.types import StopToken
-from tests.stores.pages import PAGE_NBYTES, CountingThreads, files_below, num_open_files, page_of, read, write
+from tests.stores.pages import (
+    PAGE_NBYTES,
+    CountingThreads,
+    files_below,
+    num_open_files,
+    page_of,
+    read,
+    until,
+    write,
+)
 
 
 @pytest.mark.asyncio
@@ -103,8 +112,7 @@ async def test_a_write_cancelled_in_the_queue_writes_nothing(tmp_path: Path) -> 
     threads = ManualThreads()
     store = FileStore(tmp_path / "kv", threads=threads)
     writing = asyncio.create_task(write(store, "a"))
-    while not threads.pending:
-        await asyncio.sleep(0)
+    await until(lambda: threads.pending == 1)
     writing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await writing

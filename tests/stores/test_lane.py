@@ -13,6 +13,7 @@ from hicache_async.errors import StoreUnavailable
 from hicache_async.stores._lane import JOB_LIMITS, RUNS_PER_CALL, Call, Kind, Lanes
 from hicache_async.testing.manual import ManualThreads
 from hicache_async.types import StopToken
+from tests.stores.pages import until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.every_loop]
 
@@ -25,15 +26,6 @@ def nothing(item: int) -> None:
 
 def call_of(num_items: int, perform: Perform = nothing, kind: Kind = Kind.READ, item_nbytes: int = 1) -> Call:
     return Call(kind, num_items, perform, StopToken(), item_nbytes)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop turn until something on it has happened."""
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("it never happened")
 
 
 class Rig:

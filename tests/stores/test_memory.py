@@ -99,7 +99,8 @@ async def test_a_large_read_lets_the_loop_run() -> None:
     page = memoryview(bytes(3 << 20))
     await store.write(keys, [page] * 4)
     stop = StopToken()
-    task = asyncio.create_task(store.read(keys, [memoryview(bytearray(3 << 20)) for _ in keys], stop))
+    into = [memoryview(bytearray(3 << 20)) for _ in keys]
+    task = asyncio.create_task(store.read(keys, into, stop))
     await asyncio.sleep(0)
     assert not task.done()
     assert stop.busy

@@ -130,8 +130,7 @@ async def test_a_hanging_call_goes_on_when_released() -> None:
     await use(store, "write")
     assert await use(store, "read") == 1
     call = asyncio.create_task(use(store, "read", stop))
-    while not store.num_hanging:
-        await asyncio.sleep(0)
+    await store.hung()
     assert stop.busy
     store.release()
     assert await call == 1
@@ -143,8 +142,7 @@ async def test_a_hanging_call_keeps_its_buffers_when_cancelled() -> None:
     """Cancel ends the coroutine; the token stays busy until release, as with a hung thread."""
     store, stop = HangingStore(MemoryStore(), "read"), StopToken()
     call = asyncio.create_task(use(store, "read", stop))
-    while not store.num_hanging:
-        await asyncio.sleep(0)
+    await store.hung()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call

@@ -60,7 +60,9 @@ class DeviceRoom:
         if not missing:
             return
         ctx = self._ctx
-        grant = self.grant(missing) if missing <= ctx.device_pool.capacity else Grant(holding.table.reserved[:0])
+        grant = (
+            self.grant(missing) if missing <= ctx.device_pool.capacity else Grant(holding.table.reserved[:0])
+        )
         if len(grant.pages) < missing:
             got = len(grant.pages)
             self._give_back(grant)
@@ -114,10 +116,7 @@ class DeviceRoom:
         if self._ctx.hops.live or self._ctx.device_pool.settling():
             return False
         waiting = {waiter.holding for waiter in self._waiters}
-        return not any(
-            holding not in waiting and holding.table.holds_pages
-            for holding in self._holdings()
-        )
+        return not any(holding not in waiting and holding.table.holds_pages for holding in self._holdings())
 
     def _refuse(self, waiter: _Waiter) -> None:
         if waiter.granted.done():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from .._hop import Hop, HopRegistry
 from .._log import logger
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from .charge import Charge
     from .fetch import Fetch
     from .prefetch import Prefetch
+
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +127,14 @@ class Context:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self.fail(error)
+
+    def attempt(self, submit: Callable[[], T]) -> T | None:
+        """Submit device work; what that raises turns the cache to FAILED and fails nobody's request. None: it did."""
+        try:
+            return submit()
+        except Exception as bug:  # noqa: BLE001 - the top level of a move: nobody above could do better
+            self.fail(bug)
+            return None
 
     def fail(self, error: BaseException) -> None:
         """Record a bug: from now on nothing is matched or kept, and nobody waits for a move any more."""

@@ -10,7 +10,6 @@ from functools import partial
 
 import numpy as np
 
-from .._fence import combine
 from .._hop import Hop
 from .._log import logger
 from ..abc import CopyPlan, Fence
@@ -20,7 +19,7 @@ from ..core.pool import NO_PAGES, Owner
 from ..types import Pages, Tier
 from .allocate import DeviceRoom
 from .context import Context, Pinned, resolve
-from .readiness import settle_ready, wait_fence
+from .readiness import open_fences, settle_ready, wait_fence
 
 
 @dataclass(slots=True, eq=False)
@@ -209,10 +208,11 @@ class Loads:
                 end_page = tokens = 0
             end = tree.cut(holding.match(), end_page)
             nodes = [node for node in end.path() if node.device.pages is None]
-            if nodes:
-                self._copy(holding, nodes, slot=slot)
-                loaded_tokens = sum(node.num_pages for node in nodes) * ctx.page_tokens
-                copies = True
+            copies = bool(nodes) and self._copy(holding, nodes, slot=slot)
+            loaded_tokens = sum(node.num_pages for node in nodes) * ctx.page_tokens
+            if nodes and not copies:
+                end, end_page, loaded_tokens = device_end, placed.device_pages, 0
+                tokens = end_page * ctx.page_tokens
             tree.pin(Tier.DEVICE, end)
             tree.unpin(Tier.DEVICE, device_end)
             holding.settle_load(end, end_page)
@@ -228,15 +228,19 @@ class Loads:
                 fences.append(ready)
         return Loading(tokens, reserved_tokens, holding.table.pages.copy(), loaded_tokens, ctx, fences)
 
-    def _copy(self, holding: Holding, nodes: Sequence[Node], *, slot: bool) -> None:
+    def _copy(self, holding: Holding, nodes: Sequence[Node], *, slot: bool) -> bool:
         ctx, tree = self._ctx, self._ctx.tree
         sources = [node.host.pages for node in nodes if node.host.pages is not None]
         host_pages = np.concatenate(sources) if sources else NO_PAGES
-        targets = holding.table.take_reserved(len(host_pages))
-        ready = [fence for node in nodes for fence in node.host.ready]
-        after = combine([*ready, *holding.table.fences])
+        targets = holding.table.reserved[: len(host_pages)]
         plan = CopyPlan(ctx.kv, ctx.arena, targets, host_pages)
-        fences = ctx.device.host_to_device(plan, () if after is None else (after,))
+        after = open_fences(nodes, Tier.HOST)
+        if (writable := holding.table.open_fence()) is not None:
+            after.append(writable)
+        fences = ctx.attempt(lambda: ctx.device.host_to_device(plan, after))
+        if fences is None:
+            return False
+        holding.table.take_reserved(len(host_pages))
         start = 0
         for node in nodes:
             pages = targets[start : start + node.num_pages]
@@ -246,6 +250,7 @@ class Loads:
         ctx.metrics.counters["loaded_pages"] += len(host_pages)
         settled = partial(self._settled, pinned=pinned, last=fences[-1], slot=slot)
         ctx.hops.start_call("load", lambda stop: wait_fence(ctx, fences[-1]), settled)
+        return True
 
     def _settled(self, hop: Hop[None], *, pinned: Pinned, last: Fence, slot: bool) -> None:
         ctx = self._ctx

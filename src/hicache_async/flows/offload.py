@@ -8,7 +8,6 @@ from functools import partial
 
 import numpy as np
 
-from .._fence import combine
 from .._hop import Hop
 from .._log import logger
 from ..abc import CopyPlan, Fence
@@ -17,7 +16,7 @@ from ..core.pool import Owner
 from ..core.room import Move
 from ..types import Tier
 from .context import Context, Pinned
-from .readiness import settle_ready, wait_fence
+from .readiness import open_fences, settle_ready, wait_fence
 
 
 class Offloads:
@@ -99,9 +98,12 @@ class Offloads:
         sources = [node.device.pages for node in nodes if node.device.pages is not None]
         device_pages = np.concatenate(sources)
         host_pages = ctx.host_pool.take(len(device_pages), Owner.LEASE, fenced=False).pages
-        ready = [fence for node in nodes for fence in node.device.ready]
         plan = CopyPlan(ctx.kv, ctx.arena, device_pages, host_pages)
-        fence = ctx.device.device_to_host(plan, _still_open(ready))
+        ready = open_fences(nodes, Tier.DEVICE)
+        fence = ctx.attempt(lambda: ctx.device.device_to_host(plan, ready))
+        if fence is None:
+            ctx.host_pool.free(host_pages, Owner.LEASE)
+            return
         start = 0
         for node in nodes:
             pages = host_pages[start : start + node.num_pages]
@@ -118,12 +120,15 @@ class Offloads:
         ctx = self._ctx
         device_pages = np.concatenate([move.device_pages for move in moves])
         host_pages = np.concatenate([move.host_pages for move in moves])
-        fence = ctx.device.device_to_host(CopyPlan(ctx.kv, ctx.arena, device_pages, host_pages), ())
+        plan = CopyPlan(ctx.kv, ctx.arena, device_pages, host_pages)
+        fence = ctx.attempt(lambda: ctx.device.device_to_host(plan, ()))
+        ctx.device_pool.free(device_pages, Owner.TREE, after=fence)
+        if fence is None:
+            return
         pins: list[Pinned] = []
         for move in moves:
             move.node.host.ready = (fence,)
             pins.append(ctx.pin(move.node, Tier.HOST))
-        ctx.device_pool.free(device_pages, Owner.TREE, after=fence)
         ctx.metrics.counters["offloaded_pages"] += len(host_pages)
         self._watch(fence, pins, len(host_pages))
 
@@ -146,8 +151,3 @@ class Offloads:
         for pinned in pins:
             if pinned.node.attached:
                 self._on_offloaded(pinned.node)
-
-
-def _still_open(fences: Sequence[Fence]) -> Sequence[Fence]:
-    fence = combine(fences)
-    return () if fence is None else (fence,)

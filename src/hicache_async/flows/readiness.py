@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from .._fence import ThreadFence
@@ -30,6 +31,15 @@ async def wait_fence(ctx: Context, fence: Fence) -> None:
         await fence.wait()
     else:
         await ctx.device.wait(fence)
+
+
+def open_fences(nodes: Sequence[Node], tier: Tier) -> list[Fence]:
+    """Return the fences behind which ``tier`` of ``nodes`` is there, each once.
+
+    A fence that has passed unobserved is among them: it may have failed, and only a copy that is
+    queued behind it will then fail, too.
+    """
+    return list({fence: None for node in nodes for fence in node.copy_in(tier).ready})
 
 
 def settle_ready(ctx: Context, node: Node, tier: Tier, fence: Fence, error: BaseException | None) -> None:

@@ -171,12 +171,18 @@ class HangingStore(StoreWrapper):
         self._verb = verb
         self._after_calls = after_calls
         self._hanging: list[tuple[asyncio.Future[None], StopToken]] = []
+        self._hung = asyncio.Condition()
         self._released = False
 
     @property
     def num_hanging(self) -> int:
         """How many calls hang, whether or not anybody still waits for them."""
         return len(self._hanging)
+
+    async def hung(self, num_calls: int = 1) -> None:
+        """Return when ``num_calls`` calls hang."""
+        async with self._hung:
+            await self._hung.wait_for(lambda: self.num_hanging >= num_calls)
 
     def release(self) -> None:
         """Let every hanging call go on, and hang no more."""
@@ -193,5 +199,7 @@ class HangingStore(StoreWrapper):
             gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             stop.job_started()
             self._hanging.append((gate, stop))
+            async with self._hung:
+                self._hung.notify_all()
             await gate
         return await call()
