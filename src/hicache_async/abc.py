@@ -108,7 +108,8 @@ class Store(Protocol):
         """Fill buffers whole, in order, and return how many, consecutive from 0.
 
         Only verified bytes count. Between pages look at ``stop.stopped``. When this returns,
-        nothing of it touches a buffer any more; a store with threads says more through ``stop``.
+        nothing of it touches a buffer any more; a store with threads says more through ``stop``. Where
+        it knows why it came back short it may set ``stop.reason``.
         """
         ...
 

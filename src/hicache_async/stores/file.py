@@ -14,13 +14,16 @@ from typing import Self
 from .._log import logger
 from .._threads import DaemonThreads
 from ..errors import ConfigError, StoreUnavailable, WrongLoopError
-from ..types import StopToken
+from ..types import Stop, StopToken
 from ._buffers import check_buffers
 from ._directory import ObjectDirectory
 from ._existence import ExistenceCache
 from ._lane import Call, Kind, Lanes
 from ._object import Fault
 from ._url import url_options, url_path
+
+_STOPS = {Fault.MISSING: Stop.VANISHED, Fault.UNREADABLE: Stop.STORE_FAULT}
+"""What a prefetch is told of a miss; any other fault is a damaged object."""
 
 _MAX_DEFAULT_LANES = 4  # hot files saturate memory before that; a slow medium may want more
 
@@ -138,6 +141,7 @@ class FileStore:
         self._existence.add(keys[: call.count])
         if call.fault is not None:
             self.stats[call.fault] += 1
+            stop.reason = _STOPS.get(Fault(call.fault), Stop.CORRUPT)
             self._existence.discard(keys[call.count : call.count + 1])
         return call.count
 

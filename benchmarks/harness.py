@@ -1,0 +1,129 @@
+"""Harness: times a candidate and its floor in turn, and says how many times the floor the candidate takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+UNITS = {"us": 1e6, "ms": 1e3, "s": 1.0}
+"""How many of each unit are a second."""
+
+Sample = Callable[[], Awaitable[float]]
+"""Does its work and returns the seconds that one piece of it took. What is not timed happens around that."""
+
+Param = int | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One line of output.
+
+    Attributes:
+        name: of the benchmark; with ``params`` it names the record.
+        value, floor: medians over all rounds, in ``unit``.
+        ratio: value / floor.
+        spread: distance between the quartiles of the ratios of single rounds, over ``ratio``; a large
+            one says that the machine was busy.
+        load: processes that wanted a core, averaged over the last minute, this one included.
+    """
+
+    name: str
+    params: dict[str, Param]
+    value: float
+    unit: str
+    floor: float
+    floor_name: str
+    ratio: float
+    spread: float
+    rounds: int
+    load: float
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the fields in order, numbers rounded to four digits that mean something."""
+        fields = dataclasses.asdict(self)
+        return {name: rounded(value) if isinstance(value, float) else value for name, value in fields.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """What can be chosen by name.
+
+    Attributes:
+        records: yields the records of that name; True asks for a run that shows it works and no more.
+    """
+
+    name: str
+    records: Callable[[bool], AsyncIterator[Record]]
+
+
+def choose(benchmarks: Sequence[Benchmark], prefix: str) -> list[Benchmark]:
+    """Return the benchmarks whose names begin with ``prefix``."""
+    return [benchmark for benchmark in benchmarks if benchmark.name.startswith(prefix)]
+
+
+def timed(work: Callable[[], object], repeats: int = 1) -> Sample:
+    """Return a sample that calls ``work`` so often and gives the mean seconds of one call."""
+
+    async def sample() -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        return (time.perf_counter() - start) / repeats
+
+    return sample
+
+
+async def interleave(
+    candidate: Sample, floor: Sample, rounds: int, *, warmups: int = 1
+) -> list[tuple[float, float]]:
+    """Sample candidate and floor in turn, A B A B, and return the pairs behind the first ``warmups``."""
+    pairs = []
+    for _ in range(warmups + rounds):
+        seconds = await candidate()
+        pairs.append((seconds, await floor()))
+    return pairs[warmups:]
+
+
+async def measure(
+    name: str,
+    params: dict[str, Param],
+    candidate: Sample,
+    floor: Sample,
+    *,
+    floor_name: str,
+    unit: str,
+    rounds: int,
+) -> Record:
+    """Interleave a candidate with its floor and return the record."""
+    pairs = await interleave(candidate, floor, rounds)
+    value = statistics.median(seconds for seconds, _ in pairs)
+    base = statistics.median(seconds for _, seconds in pairs)
+    ratio = value / base
+    return Record(
+        name=name,
+        params=params,
+        value=value * UNITS[unit],
+        unit=unit,
+        floor=base * UNITS[unit],
+        floor_name=floor_name,
+        ratio=ratio,
+        spread=_quartile_distance([seconds / other for seconds, other in pairs]) / ratio,
+        rounds=rounds,
+        load=os.getloadavg()[0],
+    )
+
+
+def rounded(value: float) -> float:
+    """Return ``value`` with four significant digits."""
+    return float(f"{value:.4g}")
+
+
+def _quartile_distance(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return high - low
