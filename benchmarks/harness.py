@@ -65,16 +65,38 @@ def choose(benchmarks: Sequence[Benchmark], prefix: str) -> list[Benchmark]:
     return [benchmark for benchmark in benchmarks if benchmark.name.startswith(prefix)]
 
 
-def timed(work: Callable[[], object], repeats: int = 1) -> Sample:
-    """Return a sample that calls ``work`` so often and gives the mean seconds of one call."""
+def timed(work: Callable[[], object], *, repeats: int = 1, pieces: int = 1) -> Sample:
+    """Return a sample that calls ``work`` so often and gives the mean seconds of one piece of a call."""
 
     async def sample() -> float:
         start = time.perf_counter()
         for _ in range(repeats):
             work()
-        return (time.perf_counter() - start) / repeats
+        return (time.perf_counter() - start) / (repeats * pieces)
 
     return sample
+
+
+def timed_async(work: Callable[[], Awaitable[object]], *, pieces: int = 1) -> Sample:
+    """Return a sample that awaits ``work`` once and gives the mean seconds of one piece of it."""
+
+    async def sample() -> float:
+        start = time.perf_counter()
+        await work()
+        return (time.perf_counter() - start) / pieces
+
+    return sample
+
+
+def undone(sample: Sample, undo: Callable[[], Awaitable[object]]) -> Sample:
+    """Return ``sample`` with ``undo`` after it, which is not timed."""
+
+    async def sample_and_undo() -> float:
+        seconds = await sample()
+        await undo()
+        return seconds
+
+    return sample_and_undo
 
 
 async def interleave(

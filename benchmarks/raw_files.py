@@ -3,53 +3,50 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
 
 class RawFiles:
-    """Pages in files of one directory."""
+    """Pages in files of one directory, each under a name that was never used before."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True)
         self._directory = str(directory)
         self._numbers = count()
+        self.paths: list[str] = []
 
-    def new_paths(self, num_files: int) -> list[str]:
-        """Return so many paths that were never used."""
-        return [f"{self._directory}/{number:064x}" for number in self._take(num_files)]
-
-    def _take(self, num_files: int) -> Iterator[int]:
-        return (next(self._numbers) for _ in range(num_files))
-
-    def write(self, paths: Sequence[str], pages: Sequence[memoryview]) -> None:
+    def write(self, pages: Sequence[memoryview]) -> None:
         """Write each page to a temporary file and rename it."""
-        for path, page in zip(paths, pages, strict=True):
+        for page in pages:
+            path = f"{self._directory}/{next(self._numbers):064x}"
             temp = path + ".temp"
             fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            written = 0
+            written = os.write(fd, page)
             while written < page.nbytes:
                 written += os.write(fd, page[written:])
             os.close(fd)
             os.rename(temp, path)
+            self.paths.append(path)
 
-    def read(self, paths: Sequence[str], into: Sequence[memoryview]) -> None:
+    def read(self, into: Sequence[memoryview]) -> None:
         """Read each file into its buffer."""
-        for path, page in zip(paths, into, strict=True):
+        for path, page in zip(self.paths, into, strict=True):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            filled = 0
+            filled = os.readv(fd, (page,))
             while filled < page.nbytes:
                 filled += os.readv(fd, (page[filled:],))
             os.close(fd)
 
-    def remove(self, paths: Iterable[str]) -> None:
+    def clear(self) -> None:
         """Delete the files."""
-        for path in paths:
+        for path in self.paths:
             os.unlink(path)
+        self.paths.clear()
 
 
-def buffers(num_pages: int, page_nbytes: int, fill: int) -> list[memoryview]:
+def buffers(num_pages: int, page_nbytes: int, fill: int = 0) -> list[memoryview]:
     """Return the pages of one block of memory that is there, not only promised."""
-    block = memoryview(bytearray([fill]) * (num_pages * page_nbytes))
+    block = memoryview(bytearray([fill + 1]) * (num_pages * page_nbytes))
     return [block[at : at + page_nbytes] for at in range(0, len(block), page_nbytes)]

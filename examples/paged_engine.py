@@ -139,7 +139,8 @@ class PagedEngine:
         self._wake.set()
         await asyncio.wait([self._loop])  # unlike awaiting the task, this never cancels it
         self._thread.shutdown(wait=False)
-        self._loop.result()
+        if not self._loop.cancelled():
+            self._loop.result()
 
     async def generate(self, request_id: str, prompt: Sequence[int], *, max_tokens: int = 24) -> Answer:
         """Answer ``prompt`` greedily, with at most ``max_tokens`` tokens.

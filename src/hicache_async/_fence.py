@@ -137,7 +137,9 @@ def combine(fences: Iterable[Fence | None]) -> Fence | None:
     still_open: list[Fence] = []
     for fence in fences:
         parts = fence.fences if isinstance(fence, AllFences) else (fence,)
-        still_open += [part for part in parts if part is not None and not part.passed() and part not in still_open]
+        still_open += [
+            part for part in parts if part is not None and not part.passed() and part not in still_open
+        ]
     if not still_open:
         return None
     return still_open[0] if len(still_open) == 1 else AllFences(still_open)

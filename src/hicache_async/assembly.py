@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ._log import logger
 from ._threads import DaemonThreads
 from .abc import Clock, Device, DevicePool, Ranks, Store, TimerHandle
-from .config import CacheConfig, KeyScheme
+from .config import CacheConfig, HostLayout, KeyScheme, WritePolicy
 from .core.keys import Namespace, RankSuffixKeys
 from .core.pool import FreeList, PagePool
 from .core.room import Room
@@ -27,8 +27,12 @@ from .stores.null import NullStore
 from .stores.registry import open_store
 from .types import Tier
 
-OBJECT_LAYOUT = "layer_kv_token"
-"""Byte order of one page in the store: layer, K and V, token, head, dim; the same for all host layouts so far."""
+OBJECT_LAYOUTS = {
+    HostLayout.LAYER_FIRST: "layer_kv_token",
+    HostLayout.PAGE_FIRST: "layer_kv_token",
+    HostLayout.PAGE_FIRST_DIRECT: "kv_layer_token",
+}
+"""Byte order of a stored page, outermost axis first: host layouts that give the same bytes share objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,14 @@ class Owned:
     ranks: Ranks | None = None
     threads: Executor | None = None
 
+    async def aclose(self) -> None:
+        """Close what is there; never waits for what hangs."""
+        for part in (self.store, self.device, self.ranks):
+            if part is not None:
+                await part.aclose()
+        if self.threads is not None:
+            self.threads.shutdown(wait=False)
+
 
 async def assemble(parts: Parts, on_freed: Callable[[], None]) -> tuple[Context, Owned]:
     """Build the context of a cache on the running loop.
@@ -77,12 +89,29 @@ async def assemble(parts: Parts, on_freed: Callable[[], None]) -> tuple[Context,
         on_freed: called when device pages became free later than at the call that freed them.
     Raises: ConfigError: parts that do not fit together; nothing is left behind.
     """
+    owned = Owned()
+    try:
+        ctx = await _assemble(parts, owned, on_freed)
+    except BaseException:
+        await owned.aclose()
+        raise
+    logger.info(
+        "cache.opened",
+        device_pages=ctx.device_pool.capacity,
+        host_pages=ctx.host_pool.capacity,
+        host_nbytes=ctx.host_pool.capacity * ctx.kv.page_nbytes,
+        write_policy=ctx.config.write_policy.value,
+        store=type(ctx.store).__name__,
+    )
+    return ctx, owned
+
+
+async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) -> Context:
     config, kv = parts.config, parts.kv
     check_fit(config, kv)
     loop = asyncio.get_running_loop()
     free_list = parts.device_pool or FreeList(kv.num_pages, kv.reserved_pages)
     num_host_pages = host_pages(config, page_nbytes=kv.page_nbytes, device_pages=free_list.capacity)
-    owned = Owned()
     threads = parts.threads
     if threads is None:
         threads = owned.threads = DaemonThreads(2, "hicache-copy")
@@ -91,7 +120,7 @@ async def assemble(parts: Parts, on_freed: Callable[[], None]) -> tuple[Context,
         device = owned.device = _default_device(kv, threads)
     store = parts.store
     if isinstance(store, str):
-        store = owned.store = open_store(store, existence_ttl_s=config.existence_ttl_s)
+        store = owned.store = open_store(store, **_store_options(store, config))
     ranks = parts.ranks
     if ranks is None:
         ranks = owned.ranks = SoloRanks()
@@ -101,8 +130,7 @@ async def assemble(parts: Parts, on_freed: Callable[[], None]) -> tuple[Context,
         Tier.HOST: PagePool("host", FreeList(num_host_pages), num_host_pages, on_freed),
     }
     tree = PrefixTree(config.page_size * TOKEN_NBYTES, pools)
-    is_write_back = config.write_policy == "write_back"
-    ctx = Context(
+    return Context(
         config=config,
         loop=loop,
         clock=parts.clock or LoopClock(loop),
@@ -116,17 +144,15 @@ async def assemble(parts: Parts, on_freed: Callable[[], None]) -> tuple[Context,
         device_pool=pools[Tier.DEVICE],
         host_pool=pools[Tier.HOST],
         tree=tree,
-        room=Room(tree, pools, write_back=is_write_back),
+        room=Room(tree, pools, write_back=config.write_policy is WritePolicy.WRITE_BACK),
     )
-    logger.info(
-        "cache.opened",
-        device_pages=free_list.capacity,
-        host_pages=num_host_pages,
-        host_nbytes=num_host_pages * kv.page_nbytes,
-        write_policy=config.write_policy.value,
-        store=type(store).__name__,
-    )
-    return ctx, owned
+
+
+def _store_options(url: str, config: CacheConfig) -> dict[str, object]:
+    # What the URL says itself comes first, and other stores believe nothing that could get old.
+    if url.startswith("file:") and "existence_ttl_s=" not in url:
+        return {"existence_ttl_s": config.existence_ttl_s}
+    return {}
 
 
 def check_fit(config: CacheConfig, kv: DeviceKV) -> None:
@@ -150,7 +176,7 @@ def namespace_of(config: CacheConfig, kv: DeviceKV) -> Namespace:
         total_kv_heads=kv.kv_heads if kv.is_mla else kv.kv_heads * config.tp_size,
         head_group=0,
         layer_partition=str(kv.num_layers),
-        object_layout=OBJECT_LAYOUT,
+        object_layout=OBJECT_LAYOUTS[config.host_layout],
         codec="raw",
     )
 

@@ -313,7 +313,8 @@ class HiCache:
         finally:
             self._abandon()
             self._closed.set_result(None)
-        await self._close_owned()
+        await self._owned.aclose()
+        await asyncio.sleep(0)  # lets the cancelled tasks end before the loop does
 
     def _abandon(self) -> None:
         ctx = self._ctx
@@ -328,18 +329,6 @@ class HiCache:
         for task in [*ctx.tasks, *(hop.task for hop in ctx.hops.live if hop.task is not None)]:
             task.cancel()
         logger.info("cache.closed")
-
-    async def _close_owned(self) -> None:
-        owned = self._owned
-        if owned.store is not None:
-            await owned.store.aclose()
-        if owned.device is not None:
-            await owned.device.aclose()
-        if owned.ranks is not None:
-            await owned.ranks.aclose()
-        if owned.threads is not None:
-            owned.threads.shutdown(wait=False)
-        await asyncio.sleep(0)  # lets the cancelled tasks end before the loop does
 
 
 class _Opening(AbstractAsyncContextManager[HiCache]):

@@ -192,6 +192,21 @@ async def test_a_direction_keeps_its_order(monkeypatch: pytest.MonkeyPatch) -> N
     threads.shutdown()
 
 
+async def test_a_direction_queues_one_job_at_a_time() -> None:
+    """However many copies wait, each direction has at most one job in the executor."""
+    tiers, threads = Tiers(), ManualThreads()
+    device = CpuDevice(threads)
+    loads = [device.host_to_device(tiers.plan([page], [page]), [])[-1] for page in range(3)]
+    assert threads.pending == 1
+    offload = device.device_to_host(tiers.plan([7], [7]), [])
+    assert threads.pending == 2
+    for num_loaded, is_offloaded in ((1, False), (1, True), (2, True), (3, True)):
+        threads.run_next()
+        assert state(loads) == [page < num_loaded for page in range(3)]
+        assert offload.passed() is is_offloaded
+    assert threads.pending == 0
+
+
 async def test_consecutive_pages_are_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that follow each other on both sides are copied by one slice per plane."""
     tiers, threads = Tiers(), ManualThreads()
@@ -382,6 +397,7 @@ async def test_cancelling_a_wait_leaves_the_copy() -> None:
     waits[0].cancel()
     with pytest.raises(asyncio.CancelledError):
         await waits[0]
+    assert [len(waiting) for waiting in fences[-1].progress._callbacks.values()] == [1]
     threads.run_next()
     await waits[1]
     assert state(fences) == [True] * LAYERS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from collections.abc import Callable
@@ -135,10 +136,7 @@ async def test_a_damaged_object_does_not_end_its_neighbours_read(store: FileStor
     keys = [f"key{number}" for number in range(30)]
     await write(store, *keys)
     flip(-1)(path_of(store, KEY), Path())
-    reads = [
-        store_read for store_read in (read(store, *keys[first : first + 3]) for first in range(0, 30, 3))
-    ]
-    counts = [await each for each in reads]
+    counts = await asyncio.gather(*(read(store, *keys[first : first + 3]) for first in range(0, 30, 3)))
     assert counts == [1] + [3] * 9
 
 

@@ -1,4 +1,4 @@
-"""FileStore among processes and on disks that fail: torn files, dead writers, full and forbidden directories."""
+"""FileStore among processes and on disks that fail: races, dead writers, full and forbidden directories."""
 
 from __future__ import annotations
 
@@ -20,35 +20,27 @@ from hicache_async.stores import FileStore
 from tests.stores.pages import files_below, read, write
 
 PRELUDE = """
-import asyncio, os, sys
-sys.path[:0] = [{tests!r}, {src!r}]
+import asyncio, os, sys, types
+package, tests = sys.argv[1:3]
+sys.path.append(tests)
+sys.modules["hicache_async"] = types.ModuleType("hicache_async")  # the stores alone: they need no torch
+sys.modules["hicache_async"].__path__ = [package]
 from structlog.testing import capture_logs
 from hicache_async.errors import StoreUnavailable
 from hicache_async.stores import FileStore
 from tests.stores.pages import files_below, page_of, read, write
-root = sys.argv[1]
+assert "torch" not in sys.modules
+root, number = sys.argv[3], int(sys.argv[4])
 
 """
 
 
-def start(program: str, root: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start a Python program that has a FileStore's helpers and ``root`` at hand."""
-    src = str(Path(hicache_async.__file__).parents[1])
+def start(program: str, root: Path, number: int = 0) -> subprocess.Popen[str]:
+    """Start a Python program that has the store, ``root`` and ``number`` at hand."""
+    package = str(Path(hicache_async.__file__).parent)
     tests = str(Path(__file__).parents[2])
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-W",
-            "error",
-            "-c",
-            PRELUDE.format(src=src, tests=tests) + program,
-            str(root),
-            *arguments,
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-W", "error", "-c", PRELUDE + program, package, tests, str(root), str(number)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -64,8 +56,8 @@ async def main():
     store = FileStore(root, num_lanes=2)
     print("ready", flush=True)
     sys.stdin.readline()
-    for number in range(int(sys.argv[2])):
-        keys = [f"{number}-{page}" for page in range(4)]
+    for turn in range(number):
+        keys = [f"{turn}-{page}" for page in range(4)]
         assert await write(store, *keys) == 4
         assert await read(store, *keys) == 4
     assert not store.stats, store.stats
@@ -76,7 +68,7 @@ asyncio.run(main())
 
 
 def race(root: Path, rounds: int) -> None:
-    racers = [start(RACE, root, str(rounds)) for _ in range(2)]
+    racers = [start(RACE, root, rounds) for _ in range(2)]
     for racer in racers:
         assert racer.stdout
         assert racer.stdout.readline() == "ready\n"
@@ -102,13 +94,13 @@ def test_two_processes_write_the_same_keys_for_long(tmp_path: Path) -> None:
 
 
 WRITER = """
+import itertools
+
 async def main():
     store = FileStore(root, num_lanes=2)
-    number = int(sys.argv[2])
-    while True:
-        await write(store, *(f"{number}-{page}" for page in range(8)), nbytes=200_000)
-        print(number, flush=True)
-        number += 1
+    for turn in itertools.count(number):
+        await write(store, *(f"{turn}-{page}" for page in range(8)), nbytes=200_000)
+        print(turn, flush=True)
 
 asyncio.run(main())
 """
@@ -116,9 +108,8 @@ asyncio.run(main())
 
 async def kill_and_reopen(root: Path, rounds: int) -> None:
     dice = random.Random(11)
-    num_torn = 0
     for number in range(rounds):
-        with start(WRITER, root, str(1000 * number)) as writer:
+        with start(WRITER, root, 1000 * number) as writer:
             assert writer.stdout
             for _ in range(dice.randrange(1, 4)):
                 assert writer.stdout.readline()
@@ -126,7 +117,7 @@ async def kill_and_reopen(root: Path, rounds: int) -> None:
                 pass  # somewhere in the next write
             writer.kill()
             writer.communicate()
-        num_torn += len(files_below(root, "temp"))
+        num_torn = len(files_below(root, "temp"))
         with capture_logs() as logs:
             store = FileStore(root, existence_ttl_s=0)
             keys = await store.list_keys()
@@ -136,7 +127,6 @@ async def kill_and_reopen(root: Path, rounds: int) -> None:
         assert not store.stats
         assert files_below(root, "temp") == []
         assert [line["event"] for line in logs] == ["store.temp_swept"] * (num_torn > 0)
-        num_torn = 0
         await store.aclose()
 
 
@@ -226,7 +216,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.asyncio
 async def test_a_full_disk_ends_a_write_and_nothing_else(small_disk: Path) -> None:
-    """With no space left a write ends early or raises, one line is logged, no torn file is left, reads go on."""
+    """With no space left writes end early or raise, one line is logged, no torn file is left, reads go on."""
     store = FileStore(small_disk / "kv", num_lanes=2)
     keys = [f"key{number}" for number in range(20)]
     with capture_logs() as logs:

@@ -109,6 +109,17 @@ async def test_targets_are_spoiled_when_the_copy_may_start() -> None:
     assert layers_of(tiers, 1) == [0] * LAYERS
 
 
+async def test_the_next_copy_starts_when_the_one_before_it_is_over() -> None:
+    """Its targets are undefined as soon as the lane is free, before any of its layers has moved."""
+    tiers, device = Tiers(), VirtualDevice()
+    device.host_to_device(tiers.plan([0], [0]), [])
+    device.host_to_device(tiers.plan([1], [1]), [])
+    device.advance(LAYERS - 2)
+    assert layers_of(tiers, 1) == [0] * LAYERS
+    device.advance()
+    assert layers_of(tiers, 1) == [0xDB] * LAYERS
+
+
 async def test_a_copy_stays_behind_its_fences() -> None:
     """While a fence before it is open nothing moves; in its direction what follows waits too."""
     tiers, device = Tiers(), VirtualDevice()
@@ -182,7 +193,9 @@ async def test_a_test_may_fail_a_copy() -> None:
     tiers, device = Tiers(), VirtualDevice()
     fences = device.host_to_device(tiers.plan([0], [0]), [])
     device.advance()
-    device.pending[0].fail(OSError("link down"))
+    copy = device.pending[0]
+    copy.fail(OSError("link down"))
+    copy.fail(OSError("too late"))
     fences[0].block()
     for fence in fences[1:]:
         with pytest.raises(OSError, match="link down"):

@@ -40,7 +40,14 @@ class Holding:
     )  # fmt: skip
 
     def __init__(
-        self, tree: PrefixTree, device_pool: PagePool, key: TokenKey, length: int, chain: HashChain, *, whole: bool
+        self,
+        tree: PrefixTree,
+        device_pool: PagePool,
+        key: TokenKey,
+        length: int,
+        chain: HashChain,
+        *,
+        whole: bool,
     ) -> None:
         self._tree = tree
         self.key = key

@@ -1,0 +1,1 @@
+"""Benchmarks beside published packages of others, each side in an environment of its own."""

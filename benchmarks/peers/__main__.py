@@ -1,0 +1,111 @@
+"""Runs each side in its own environment, in turn, and prints how the times compare.
+
+A side is a module of this folder, ``{family}_ours`` or ``{family}_{peer}``. It is called with the names
+of the records wanted and prints ``{"name", "seconds": [...]}`` for each. It runs in a fresh process every
+time, so that neither side keeps a lucky heap or an unlucky core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..harness import UNITS, rounded
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+PROCESS_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """Records that one process of each side measures.
+
+    Attributes:
+        peer: the other side; its records begin with this name.
+        family: which modules measure them.
+        records: their names without the peer's, and their units.
+    """
+
+    peer: str
+    family: str
+    records: dict[str, str]
+
+    def chosen(self, prefix: str) -> list[str]:
+        """Return the records whose full names begin with ``prefix``."""
+        return [record for record in self.records if f"{self.peer}.{record}".startswith(prefix)]
+
+
+SUITES = [Suite("sglang", "flow", {"flow.prefetch8192": "ms"})]
+
+
+def prepare(directory: Path, side: str) -> None:
+    """Install what ``side`` needs, where it is missing."""
+    subprocess.run([HERE / "prepare.sh", directory, side], check=True)
+
+
+def run_side(directory: Path, family: str, side: str, records: Sequence[str]) -> dict[str, list[float]]:
+    """Run one process of one side and return the seconds it took, by record."""
+    module = f"benchmarks.peers.{family}_{side}"
+    command = [directory / side / "bin" / "python", "-W", "ignore", "-m", module, *records]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PROCESS_TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{module} failed:\n{done.stderr}{done.stdout}")
+    lines = map(json.loads, done.stdout.splitlines())
+    return {line["name"]: line["seconds"] for line in lines}
+
+
+def compare(directory: Path, suite: Suite, records: Sequence[str], rounds: int) -> Iterator[dict[str, object]]:
+    """Let both sides run in turn and yield a comparison of the medians for each record."""
+    sides = ("ours", suite.peer)
+    for side in sides:
+        prepare(directory, side)
+    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        for side in sides:
+            for record, more in run_side(directory, suite.family, side, records).items():
+                seconds[side, record] += more
+    for record in records:
+        unit = suite.records[record]
+        ours, theirs = (statistics.median(seconds[side, record]) for side in sides)
+        yield {
+            "name": f"{suite.peer}.{record}",
+            "ours": rounded(ours * UNITS[unit]),
+            "theirs": rounded(theirs * UNITS[unit]),
+            "unit": unit,
+            "ratio": rounded(ours / theirs),
+            "samples": len(seconds["ours", record]),
+            "load": rounded(os.getloadavg()[0]),
+        }
+
+
+def main() -> int:
+    """Parse the command line and run what it chooses; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks/peers/run.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path, help="where the environments are, or are made")
+    parser.add_argument("--only", metavar="PREFIX", default="", help="run the records whose names begin so")
+    parser.add_argument("--rounds", type=int, default=5, help="processes of each side")
+    options = parser.parse_args()
+    chosen = [(suite, records) for suite in SUITES if (records := suite.chosen(options.only))]
+    if not chosen:
+        names = ", ".join(f"{suite.peer}.{record}" for suite in SUITES for record in suite.records)
+        print(f"no record's name begins with {options.only!r}; there are: {names}", file=sys.stderr)
+        return 2
+    for suite, records in chosen:
+        for line in compare(options.directory, suite, records, options.rounds):
+            print(json.dumps(line), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

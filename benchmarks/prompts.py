@@ -1,0 +1,56 @@
+"""Prompts in a store, and a cache that has nothing else: what flows are measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hicache_async import CacheConfig, DeviceKV, HiCache, PrefetchPolicy
+from hicache_async.types import Tokens
+
+from . import geometry
+
+
+def device_kv() -> DeviceKV:
+    """Return tensors for one prompt, filled with numbers."""
+    shape = (geometry.PROMPT_PAGES, geometry.PAGE_SIZE, geometry.KV_HEADS, geometry.HEAD_DIM)
+    generator = torch.Generator().manual_seed(1)
+
+    def plane() -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(getattr(torch, geometry.DTYPE))
+
+    layers = range(geometry.NUM_LAYERS)
+    return DeviceKV.from_layers([plane() for _ in layers], [plane() for _ in layers])
+
+
+def config() -> CacheConfig:
+    """Return options under which the host has room for one prompt, and a prefetch may use all of it."""
+    return CacheConfig(
+        page_size=geometry.PAGE_SIZE,
+        host_bytes=geometry.PROMPT_PAGES * geometry.PAGE_NBYTES,
+        host_reserve_bytes=0,
+        allow_small_host=True,
+        write_policy="write_through",
+        prefetch_capacity_fraction=1.0,
+    )
+
+
+async def store_prompts(directory: Path, kv: DeviceKV, prompts: Sequence[Tokens]) -> None:
+    """Compute each prompt in a cache of its own and see it stored in ``directory``."""
+    for tokens in prompts:
+        async with HiCache.open(config(), kv=kv, store=f"file://{directory}") as cache:
+            with cache.match_prefix("store", tokens) as lease:
+                await lease.load()
+                lease.allocate_nowait(len(tokens))
+                lease.commit(len(tokens))
+            await cache.admin.flush()
+
+
+async def prefetch(cache: HiCache, tokens: Tokens) -> None:
+    """Match a prompt, bring all of it from the store to the host, and let go of it."""
+    with cache.match_prefix("prefetch", tokens, whole=True) as lease:
+        result = await lease.prefetch(PrefetchPolicy.wait_complete())
+    assert result.fetched_tokens == len(tokens), result
