@@ -1,26 +1,43 @@
-"""The logger, and the closed list of event names: one line per outcome, none per page."""
+"""The logger, and the closed list of event names: one line per outcome, none per page.
+
+Levels, processors and output are the application's, by ``structlog.configure``. An application that
+has not configured structlog hears warnings and errors only.
+"""
 
 from __future__ import annotations
+
+import logging
+from typing import Any
 
 import structlog
 
 EVENTS = frozenset(
     {
-        "cache.opened",
-        "cache.closed",
-        "cache.close_abandoned",
-        "cache.failed",
-        "prefetch.settled",
-        "prefetch.anchor_not_backed",
-        "backup.dropped",
         "backup.stopped",
+        "cache.close_abandoned",
+        "cache.closed",
+        "cache.failed",
+        "cache.opened",
+        "copy.failed",
+        "prefetch.anchor_not_backed",
+        "prefetch.settled",
         "store.fault",
-        "store.unwritable",
         "store.private_directory",
         "store.temp_swept",
-        "lease.unreleased",
+        "store.unwritable",
     }
 )
 """Every event the library logs: dotted noun.verb."""
 
-logger: structlog.stdlib.BoundLogger = structlog.get_logger("hicache_async")
+_QUIET = structlog.make_filtering_bound_logger(logging.WARNING)
+
+
+def _bind(wrapped: object, processors: Any, context: Any) -> Any:
+    wrapper: Any = structlog.get_config()["wrapper_class"] if structlog.is_configured() else _QUIET
+    return wrapper(wrapped, processors=processors, context=context)
+
+
+logger: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
+    None,
+    wrapper_class=_bind,  # type: ignore[arg-type] # called when a line is logged, so the choice is made then
+)

@@ -222,5 +222,9 @@ async def test_a_cancelled_engine_gives_pages_back_when_its_thread_has_ended() -
         engine._loop.cancel()
         await asyncio.wait([engine._loop, client])
         assert client.cancelled()
-        assert engine.cache.stats().device.fenced == 6
-        model.gate.set()
+        with engine.cache.match_prefix("next", random_prompt(41, seed=7)) as lease:
+            loading = await lease.load(total_tokens=48)
+            assert loading.reserved_tokens == 0
+            model.gate.set()
+            allocation = await lease.allocate(total_tokens=48)
+            assert len(allocation.pages) == 6

@@ -30,10 +30,10 @@ from hicache_async.core.tokens import token_bytes
 from hicache_async.flows.context import Context
 from hicache_async.stores.memory import MemoryStore
 from hicache_async.testing.faults import StoreWrapper
-from hicache_async.testing.golden import check_object, check_page, fill_page
+from hicache_async.testing.golden import check_object, check_page, fill_page, page_object
 from hicache_async.testing.manual import ManualClock
 from hicache_async.testing.virtual_device import VirtualDevice
-from hicache_async.types import Pages, StopToken, Tokens
+from hicache_async.types import Pages, Stop, StopToken, Tokens
 
 PAGE_TOKENS = 4
 NUM_LAYERS = 2
@@ -232,6 +232,18 @@ class Rig:
             assert await inner.read([key], [memoryview(data)], StopToken()) == 1
             check_object(self.kv, bytes(data), page_hash, self.ctx.arena.layout)
         return count
+
+    async def put_in_store(self, letters: str, pages: Sequence[int] | None = None) -> None:
+        """Put the golden objects of a prompt, or of some of its pages, where another process might have."""
+        hashes = page_hashes(letters)
+        wanted = range(len(letters)) if pages is None else pages
+        keys = self.ctx.keys.keys([hashes[page] for page in wanted])
+        objects = [memoryview(page_object(self.kv, hashes[page], self.ctx.arena.layout)) for page in wanted]
+        assert await plain(self.store).write(keys, objects) == len(keys)
+
+    def unfulfilled(self) -> dict[Stop, int]:
+        """Return the tokens that prefetches asked for and did not bring, by reason, where there are any."""
+        return {stop: count for stop, count in self.cache.stats().unfulfilled_tokens.items() if count}
 
     async def check_everywhere(self, letters: str) -> None:
         """Check the pages of a prompt in all three tiers."""

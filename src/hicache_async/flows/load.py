@@ -260,7 +260,7 @@ class Loads:
             self._slots.give_back()
         if hop.error is not None:
             ctx.metrics.counters["failed_copies"] += 1
-            logger.warning("store.fault", call="host_to_device", fault=repr(hop.error))
+            logger.warning("copy.failed", direction="host_to_device", fault=repr(hop.error))
         self._device_room.pump()
 
     def _trim_reserve(self, holding: Holding, end_page: int, total_tokens: int) -> None:

@@ -146,7 +146,7 @@ class Offloads:
             ctx.unpin(pinned)
         if hop.error is not None:
             ctx.metrics.counters["failed_copies"] += 1
-            logger.warning("store.fault", call="device_to_host", fault=repr(hop.error))
+            logger.warning("copy.failed", direction="device_to_host", fault=repr(hop.error))
             return
         for pinned in pins:
             if pinned.node.attached:
