@@ -35,20 +35,25 @@ def as_row(record: Record) -> str:
 async def run(benchmarks: Sequence[Benchmark], *, as_json: bool, quick: bool) -> None:
     """Run the benchmarks one after the other and print each record as soon as it is known."""
     if not as_json:
-        print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {sys.version.split()[0]}", flush=True)
+        print(
+            f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {sys.version.split()[0]}",
+            flush=True,
+        )
         print(HEADER, flush=True)
     for benchmark in benchmarks:
         async for record in benchmark.records(quick):
             print(json.dumps(record.as_dict()) if as_json else as_row(record), flush=True)
 
 
-def main() -> int:
-    """Parse the command line and run what it chooses; returns the exit status."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line chooses; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--format", choices=("text", "json"), default="text")
-    parser.add_argument("--only", metavar="PREFIX", default="", help="run the benchmarks whose names begin so")
+    parser.add_argument(
+        "--only", metavar="PREFIX", default="", help="run the benchmarks whose names begin so"
+    )
     parser.add_argument("--quick", action="store_true", help="show that it works; the figures mean nothing")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     chosen = choose(BENCHMARKS, options.only)
     if not chosen:
         names = ", ".join(benchmark.name for benchmark in BENCHMARKS)

@@ -35,7 +35,11 @@ async def prefetch_records(quick: bool) -> AsyncIterator[Record]:
         async with HiCache.open(config(), kv=kv, store=store) as cache:
             yield await measure(
                 "flow.prefetch",
-                {"tokens": geometry.PROMPT_TOKENS, "pages": geometry.PROMPT_PAGES, "page_nbytes": geometry.PAGE_NBYTES},
+                {
+                    "tokens": geometry.PROMPT_TOKENS,
+                    "pages": geometry.PROMPT_PAGES,
+                    "page_nbytes": geometry.PAGE_NBYTES,
+                },
                 timed_async(lambda: prefetch(cache, next(turns))),
                 timed(lambda: raw.read(into)),
                 floor_name="open, readv, close",

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from hicache_async import CacheConfig, DeviceKV, HiCache, PrefetchPolicy
+from hicache_async import CacheConfig, DeviceKV, HiCache, PrefetchPolicy, WritePolicy
 from hicache_async.types import Tokens
 
 from . import geometry
@@ -33,7 +32,7 @@ def config() -> CacheConfig:
         host_bytes=geometry.PROMPT_PAGES * geometry.PAGE_NBYTES,
         host_reserve_bytes=0,
         allow_small_host=True,
-        write_policy="write_through",
+        write_policy=WritePolicy.WRITE_THROUGH,
         prefetch_capacity_fraction=1.0,
     )
 

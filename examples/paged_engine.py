@@ -147,6 +147,8 @@ class PagedEngine:
 
         Cancellation: the client hangs up. A running request leaves the batch at the next step.
         """
+        if not prompt or max(prompt) >= self.model.config.vocab_size:
+            raise ValueError(f"a prompt is one token or more, below {self.model.config.vocab_size} each")
         submitted_at = time.perf_counter()
         total_tokens = len(prompt) + max_tokens
         # Another salt is another world: without reuse nobody's pages are found.

@@ -41,12 +41,10 @@ from tests.toy_engine import (
     serve,
 )
 
-pytestmark = pytest.mark.asyncio
-
-
 # Matching
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("num_tokens", "hint", "whole_hint"),
     [(1, 0, 0), (4, 0, 4), (5, 4, 4), (7, 4, 4), (8, 4, 8), (9, 8, 8), (24, 20, 24), (30, 24, 24)],
@@ -62,6 +60,7 @@ async def test_a_match_leaves_something_to_compute(num_tokens: int, hint: int, w
                 assert (await lease.load()).tokens == expected
 
 
+@pytest.mark.asyncio
 async def test_hints_tell_device_from_host() -> None:
     """``device_tokens`` counts what is on the device, ``local_tokens`` the host too; a match pins nothing."""
     tokens = prompt(1)
@@ -77,6 +76,7 @@ async def test_hints_tell_device_from_host() -> None:
         early.release()
 
 
+@pytest.mark.asyncio
 async def test_salt_and_adapter_isolate() -> None:
     """Equal tokens share pages exactly where salt and adapter are equal."""
     worlds: list[tuple[bytes, str | None]] = [
@@ -91,6 +91,7 @@ async def test_salt_and_adapter_isolate() -> None:
             assert (await serve(cache, "warm", tokens, salt=salt, adapter=adapter)).device == 8
 
 
+@pytest.mark.asyncio
 async def test_a_key_kept_over_turns_hashes_each_page_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A TokenKey remembers its hashes from turn to turn, decoded tokens included."""
     hashed: list[bytes] = []
@@ -110,7 +111,7 @@ async def test_a_key_kept_over_turns_hashes_each_page_once(monkeypatch: pytest.M
                 assert lease.key is key
                 lease.allocate_nowait(len(key))
                 lease.commit(len(key))
-            assert lease.device_tokens == max(0, (10 + 4 * turn - 1) // PAGE_SIZE * PAGE_SIZE)
+            assert lease.books.device == (0, 12, 20)[turn]
             key.extend([100 + turn] * 4)
         monkeypatch.undo()
     assert len(key) == 10 + 3 * 8
@@ -118,6 +119,7 @@ async def test_a_key_kept_over_turns_hashes_each_page_once(monkeypatch: pytest.M
     assert len(page_chains) == len(set(page_chains)) == (10 + 2 * 8 + 4) // PAGE_SIZE
 
 
+@pytest.mark.asyncio
 async def test_parallel_samples_fork_a_key() -> None:
     """Two leases over one key that decode different tokens each keep their own."""
     key = TokenKey(prompt(1, 9))
@@ -139,6 +141,7 @@ async def test_parallel_samples_fork_a_key() -> None:
 # Steps
 
 
+@pytest.mark.asyncio
 async def test_a_step_is_done_in_order() -> None:
     """Commit, extend, discard, release, allocate: each finds what the ones before it have done."""
     async with open_cache(4) as cache:
@@ -163,6 +166,7 @@ async def test_a_step_is_done_in_order() -> None:
         running.release()
 
 
+@pytest.mark.asyncio
 async def test_no_room_is_an_answer_and_the_others_get_theirs() -> None:
     """An allocation without room is None, in its place; none that can be had is lost to it."""
     async with open_cache(6) as cache:
@@ -181,6 +185,7 @@ async def test_no_room_is_an_answer_and_the_others_get_theirs() -> None:
             lease.release()
 
 
+@pytest.mark.asyncio
 async def test_a_bad_entry_is_refused_before_anything_is_done() -> None:
     """A batch with a mistake in any of its lists raises, and has done nothing of the rest."""
     async with open_cache() as cache:
@@ -210,6 +215,7 @@ async def test_a_bad_entry_is_refused_before_anything_is_done() -> None:
         cold.release()
 
 
+@pytest.mark.asyncio
 async def test_unused_pages_of_a_grant_return_at_the_next_step() -> None:
     """Pages that no allocation used are leased to the step, and free again at the next one."""
     async with open_cache(8) as cache:
@@ -225,6 +231,7 @@ async def test_unused_pages_of_a_grant_return_at_the_next_step() -> None:
         lease.release()
 
 
+@pytest.mark.asyncio
 async def test_returned_pages_of_a_grant_go_to_who_waits() -> None:
     """A request that waits for pages gets those that the last step did not use."""
     async with open_cache(4) as cache:
@@ -242,6 +249,7 @@ async def test_returned_pages_of_a_grant_go_to_who_waits() -> None:
         other.release()
 
 
+@pytest.mark.asyncio
 async def test_a_wait_for_pages_of_a_grant_is_no_dead_end() -> None:
     """While only the step holds pages, who waits for them is not told to be preempted."""
     async with open_cache(4) as cache:
@@ -256,6 +264,7 @@ async def test_a_wait_for_pages_of_a_grant_is_no_dead_end() -> None:
         lease.release()
 
 
+@pytest.mark.asyncio
 async def test_a_load_is_reported_once() -> None:
     """``loaded`` names each lease whose load has returned, once, in that order, unless it was released."""
     async with open_cache(64) as cache:
@@ -291,6 +300,7 @@ async def _in_every_tier(cache: HiCache) -> list[Books]:
     return books
 
 
+@pytest.mark.asyncio
 async def test_books_add_up_in_every_scenario() -> None:
     """Each prompt token is booked to the one place it came from."""
     async with open_cache(16, store=MemoryStore()) as cache:
@@ -313,21 +323,25 @@ async def test_books_add_up_in_every_scenario() -> None:
     assert (before.device_tokens, before.computed_tokens) == (0, 0)
 
 
-async def test_a_load_from_host_is_not_booked_to_the_device() -> None:
-    """Tokens behind a fetched part that come from the host are the host's, whoever loaded that part."""
+@pytest.mark.asyncio
+async def test_what_others_have_loaded_meanwhile_is_booked_to_the_store() -> None:
+    """What a request fetched is the store's, whoever loads it; what lies behind it on the host is the host's."""
     tokens = prompt(1)
     store = MemoryStore()
     async with open_cache(store=store) as cache:
-        await serve(cache, "first", tokens)
+        await serve(cache, "first", tokens[:13])
     async with open_cache(store=store) as cache:
         lease = cache.match_prefix("slow", tokens)
-        await lease.prefetch()
-        await serve(cache, "quick", tokens[:13])  # loads what "slow" has fetched, up to here
-        await lease.load()
-        assert lease.books == Books(prompt=25, device=0, host=0, store=24, computed=1)
+        assert (await lease.prefetch()).fetched_tokens == 12
+        await serve(cache, "whole", tokens)
+        await push_out(cache, 3, 10)
+        await serve(cache, "quick", tokens[:13])  # loads what "slow" has fetched
+        assert (await lease.load()).loaded_tokens == 12
+        assert lease.books == Books(prompt=25, device=0, host=12, store=12, computed=1)
         lease.release()
 
 
+@pytest.mark.asyncio
 async def test_a_snapshot_is_frozen_and_sums_up() -> None:
     """``stats()`` does not change with the cache, and each tier's pages add up to its capacity."""
     async with open_cache(16, store=MemoryStore(), host_ratio=3.0) as cache:
@@ -389,7 +403,7 @@ def _forget_a_lease(cache: HiCache) -> None:
 
 
 def _forget_step_pages(cache: HiCache) -> None:
-    cache._step.pages = cache._step.pages[1:]
+    cache._movers.device_room.step.take_reserved(1)
 
 
 def _miscount_children(cache: HiCache) -> None:
@@ -426,6 +440,7 @@ def _leave_a_charge(cache: HiCache) -> None:
     charge.is_reading = False
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
@@ -473,11 +488,13 @@ async def cache() -> AsyncIterator[HiCache]:
         yield cache
 
 
+@pytest.mark.asyncio
 async def test_a_cache_lives_in_an_async_fixture(cache: HiCache) -> None:
     """A cache opened by one task serves a second one and is closed by a third."""
     assert (await serve(cache, "r", prompt(1))).computed == 25
 
 
+@pytest.mark.asyncio
 async def test_opened_and_closed_by_different_tasks() -> None:
     """No cancel scope or task group binds a cache to the task that opened it."""
     leftovers = Leftovers()
@@ -490,6 +507,7 @@ async def test_opened_and_closed_by_different_tasks() -> None:
     leftovers.check()
 
 
+@pytest.mark.asyncio
 async def test_two_caches_in_one_loop_know_nothing_of_each_other() -> None:
     """Each of two caches over tensors of its own computes what the other has."""
     async with open_cache() as one, open_cache() as two:
@@ -508,6 +526,7 @@ def test_two_runs_in_succession() -> None:
     assert [asyncio.run(main()).computed for _ in range(2)] == [25, 25]
 
 
+@pytest.mark.asyncio
 async def test_close_may_be_called_again() -> None:
     """Who calls close second, at once or later, returns when the first has closed."""
     leftovers = Leftovers()
@@ -518,6 +537,7 @@ async def test_close_may_be_called_again() -> None:
     leftovers.check()
 
 
+@pytest.mark.asyncio
 async def test_a_cancelled_close_abandons_at_once() -> None:
     """Cancelled while it waits for a hung store, close lets go of everything and is cancelled."""
     leftovers = Leftovers()
@@ -537,6 +557,7 @@ async def test_a_cancelled_close_abandons_at_once() -> None:
     leftovers.check()
 
 
+@pytest.mark.asyncio
 async def test_a_lease_that_was_not_released_is_named() -> None:
     """Closing warns of each lease that is still held, and closes all the same, even if warnings are errors."""
     leftovers = Leftovers()
@@ -558,6 +579,7 @@ class HalfAPage:
         raise ConfigError(f"half is {url!r}; give a whole one")
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -581,6 +603,7 @@ async def test_a_cache_that_cannot_open_leaves_nothing_behind(
     leftovers.check()
 
 
+@pytest.mark.asyncio
 async def test_a_cancelled_open_leaves_nothing_behind() -> None:
     """Cancelled while its host pages are made, open ends at once and its thread soon after."""
     leftovers = Leftovers()
@@ -592,31 +615,31 @@ async def test_a_cancelled_open_leaves_nothing_behind() -> None:
     leftovers.check()
 
 
+@pytest.mark.asyncio
 async def test_a_failed_cache_serves_without_reuse() -> None:
     """After a bug nothing is matched or kept, and requests still get their pages and give them back."""
-    async with open_cache(8, store=MemoryStore()) as cache:
+    async with open_cache(16, store=MemoryStore()) as cache:
         await serve(cache, "before", prompt(1))
         await cache.admin.flush()
         running = cache.match_prefix("running", prompt(2))
-        with pytest.raises(CapacityError):  # nothing is evicted any more
-            await running.load()
-            cache._ctx.fail(RuntimeError("a bug"))
-            with cache.match_prefix("after", prompt(1)) as lease:
-                assert (lease.local_tokens, lease.pending_tokens) == (0, 0)
-                assert (await lease.prefetch()).fetched_tokens == 0
-                assert (await lease.load()).tokens == 0
-                lease.allocate_nowait(25)
+        await running.load()
+        cache._ctx.fail(RuntimeError("a bug"))
         assert cache.state is State.FAILED
-        running.allocate_nowait(25)
-        assert running.commit(25) == 0
-        running.release()
-        with cache.match_prefix("after", prompt(3, 8)) as lease:
-            await lease.load()
-            assert len(lease.allocate_nowait(8).pages) == 2
-            assert lease.commit(8) == 0
-        assert cache.stats().device.free == 2
+        with cache.match_prefix("after", prompt(1)) as lease:
+            assert (lease.local_tokens, lease.pending_tokens) == (0, 0)
+            assert (await lease.prefetch()).fetched_tokens == 0
+            assert (await lease.load()).tokens == 0
+            with pytest.raises(CapacityError, match="4 more device pages are needed to hold 7, 0 of 16"):
+                lease.allocate_nowait(25)  # nothing is evicted any more
+            running.allocate_nowait(25)
+            assert running.commit(25) == 0
+            running.release()
+            assert len(lease.allocate_nowait(25).pages) == 7
+            assert lease.commit(25) == 0
+        assert cache.stats().device.free == 10
 
 
+@pytest.mark.asyncio
 async def test_whoever_waits_for_pages_still_gets_them_after_a_failure() -> None:
     """A wait for pages that a failure interrupts ends with all the pages it was for."""
     async with open_cache(4) as cache:
@@ -634,6 +657,7 @@ async def test_whoever_waits_for_pages_still_gets_them_after_a_failure() -> None
         waiter.release()
 
 
+@pytest.mark.asyncio
 async def test_a_prompt_may_be_committed_while_another_is_loaded() -> None:
     """Requests of one conversation that overlap keep their own bytes."""
     kv: DeviceKV = make_kv(32)

@@ -26,7 +26,7 @@ LAYERS = [  # from the bottom up; a module may import from its own row and from 
     ["stores", "device", "cuda", "ranks"],
     ["metrics", "kv_events"],
     ["flows"],
-    ["lease", "admin", "assembly", "stats"],
+    ["checks", "lease", "step", "admin", "assembly", "stats"],
     ["cache", "runner"],
     ["cli", "integrations", "testing"],
 ]

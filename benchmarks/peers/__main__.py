@@ -55,7 +55,8 @@ def prepare(directory: Path, side: str) -> None:
 def run_side(directory: Path, family: str, side: str, records: Sequence[str]) -> dict[str, list[float]]:
     """Run one process of one side and return the seconds it took, by record."""
     module = f"benchmarks.peers.{family}_{side}"
-    command = [directory / side / "bin" / "python", "-W", "ignore", "-m", module, *records]
+    python = str(directory / side / "bin" / "python")
+    command = [python, "-W", "ignore", "-m", module, *records]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=PROCESS_TIMEOUT_S, check=False
     )
@@ -65,7 +66,9 @@ def run_side(directory: Path, family: str, side: str, records: Sequence[str]) ->
     return {line["name"]: line["seconds"] for line in lines}
 
 
-def compare(directory: Path, suite: Suite, records: Sequence[str], rounds: int) -> Iterator[dict[str, object]]:
+def compare(
+    directory: Path, suite: Suite, records: Sequence[str], rounds: int
+) -> Iterator[dict[str, object]]:
     """Let both sides run in turn and yield a comparison of the medians for each record."""
     sides = ("ours", suite.peer)
     for side in sides:
@@ -89,13 +92,13 @@ def compare(directory: Path, suite: Suite, records: Sequence[str], rounds: int) 
         }
 
 
-def main() -> int:
-    """Parse the command line and run what it chooses; returns the exit status."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line chooses; returns the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks/peers/run.sh", description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path, help="where the environments are, or are made")
     parser.add_argument("--only", metavar="PREFIX", default="", help="run the records whose names begin so")
     parser.add_argument("--rounds", type=int, default=5, help="processes of each side")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     chosen = [(suite, records) for suite in SUITES if (records := suite.chosen(options.only))]
     if not chosen:
         names = ", ".join(f"{suite.peer}.{record}" for suite in SUITES for record in suite.records)

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="import-not-found"
 """SGLang's side of the flows: UnifiedRadixCache, its controller with real threads, and HiCacheFile."""
 
 from __future__ import annotations
@@ -9,22 +10,17 @@ import tempfile
 import time
 from array import array
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from ..geometry import (
-    DTYPE,
-    HEAD_DIM,
-    KV_HEADS,
-    NUM_LAYERS,
-    PAGE_SIZE,
-    PROMPT_TOKENS,
-    prompt,
-)
+from .. import geometry
+from ..geometry import PAGE_SIZE, PROMPT_TOKENS, prompt
 from .samples import NUM_SAMPLES, NUM_WARMUPS, report
 from .sglang_shims import run_on_cpu
 
-# isort: split  (everything of sglang comes behind its shims)
+# What follows can be imported behind the shims only.
+# isort: split
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -40,33 +36,40 @@ POLL_S = 0.0002
 RANKS = ("tp", "pp", "attn_tp", "attn_cp", "attn_dp", "attn_dcp")
 
 
+def server_options(directory: str) -> Any:
+    """Install the server options of a cache in three tiers on ``directory``, and a group of one rank."""
+    storage = {"prefetch_threshold": PAGE_SIZE, "file_storage_path": directory}
+    overridden = get_context().override_server_args(
+        enable_hierarchical_cache=True,
+        hicache_ratio=2.0,
+        hicache_size=0,
+        hicache_mem_layout="layer_first",
+        hicache_io_backend="direct",
+        hicache_write_policy="write_through",
+        page_size=PAGE_SIZE,
+        device="cpu",
+        hicache_storage_backend="file",
+        hicache_storage_prefetch_policy="wait_complete",
+        hicache_host_memory_fraction=None,
+        hicache_storage_backend_extra_config=json.dumps(storage),
+        served_model_name="bench",
+        tp_size=1,
+        pp_size=1,
+    )
+    ranks = {f"{axis}_rank": 0 for axis in RANKS} | {f"{axis}_size": 1 for axis in RANKS}
+    get_parallel().clear_stamp()
+    get_parallel().override_permanently(**ranks)
+    return overridden.install()
+
+
 class Engine:
     """A cache with its pools, as the scheduler holds them; the tree is the compiled one."""
 
     def __init__(self, directory: str) -> None:
-        options = get_context().override_server_args(
-            enable_hierarchical_cache=True,
-            hicache_ratio=2.0,
-            hicache_size=0,
-            hicache_mem_layout="layer_first",
-            hicache_io_backend="direct",
-            hicache_write_policy="write_through",
-            page_size=PAGE_SIZE,
-            device="cpu",
-            hicache_storage_backend="file",
-            hicache_storage_prefetch_policy="wait_complete",
-            hicache_host_memory_fraction=None,
-            hicache_storage_backend_extra_config=json.dumps(
-                {"prefetch_threshold": PAGE_SIZE, "file_storage_path": directory}
-            ),
-            served_model_name="bench",
-            tp_size=1,
-            pp_size=1,
-        ).install()
-        get_parallel().clear_stamp()
-        get_parallel().override_permanently(**{f"{axis}_rank": 0 for axis in RANKS}, **{f"{axis}_size": 1 for axis in RANKS})
-        dtype = getattr(torch, DTYPE)
-        self.kv = MHATokenToKVPool(DEVICE_TOKENS, PAGE_SIZE, dtype, KV_HEADS, HEAD_DIM, NUM_LAYERS, "cpu", False)
+        options = server_options(directory)
+        dtype = getattr(torch, geometry.DTYPE)
+        shape = (geometry.KV_HEADS, geometry.HEAD_DIM, geometry.NUM_LAYERS)
+        self.kv = MHATokenToKVPool(DEVICE_TOKENS, PAGE_SIZE, dtype, *shape, "cpu", False)
         self.allocator = PagedTokenToKVPoolAllocator(DEVICE_TOKENS, PAGE_SIZE, dtype, "cpu", self.kv, False)
         params = CacheInitParams(
             disable=False,
@@ -84,7 +87,7 @@ class Engine:
         cache = self.cache
         slots = self.allocator.alloc(len(tokens))
         for plane in (*self.kv.k_buffer, *self.kv.v_buffer):
-            plane[slots] = torch.randn((len(slots), KV_HEADS, HEAD_DIM)).to(plane.dtype)
+            plane[slots] = torch.randn((len(slots), *plane.shape[1:])).to(plane.dtype)
         cache.insert(InsertParams(key=RadixKey(tokens), value=slots))
         cache.flush_pending_backups()
         cache.check_hicache_events()

@@ -14,7 +14,7 @@ from .abc import (
     SupportsListing,
 )
 from .admin import Admin
-from .cache import HiCache, StepBatch, StepGrant, StepResult
+from .cache import HiCache
 from .config import (
     CacheConfig,
     HostLayout,
@@ -45,6 +45,7 @@ from .errors import (
 from .lease import Allocation, Loading, Prefetch, PrefixLease
 from .memory.device_kv import DeviceKV
 from .ranks.solo import SoloRanks
+from .step import StepBatch, StepGrant, StepResult
 from .stores.registry import open_store, register_store
 from .types import Books, CacheStats, PrefetchResult, Residency, State, Stop, StopToken, Tier, TierStats
 

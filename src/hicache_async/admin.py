@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from .flows.context import Context
+from collections.abc import Callable
+
+from .errors import ConfigError
+from .flows.context import Context, resolve
 from .flows.movers import Movers
 from .types import Tier
 
 
 class Admin:
-    """Operations beside the request path; ``cache.admin``."""
+    """Operations beside the request path; ``cache.admin``.
 
-    def __init__(self, ctx: Context, movers: Movers) -> None:
+    Args:
+        check: raises unless the cache is open and used on its own loop.
+    """
+
+    def __init__(self, ctx: Context, movers: Movers, check: Callable[[], None]) -> None:
         self._ctx = ctx
         self._movers = movers
+        self._check = check
 
     async def flush(self, tier: Tier = Tier.STORE) -> None:
         """Wait until what was on its way down to ``tier`` has arrived or was given up.
 
         Args:
             tier: HOST: running offloads; STORE: these and the backups that follow.
-        Raises: ClosedError: the cache is closed.
+        Raises: ClosedError: the cache is closed, or was while this waited.
         Cancellation: ends the wait only.
         """
-        self._ctx.check_open()
-        if tier is Tier.HOST:
-            await self._movers.offloads.settled()
-        elif tier is Tier.STORE:
-            await self._movers.drain()
+        self._check()
+        if tier not in (Tier.HOST, Tier.STORE):
+            raise ConfigError(f"tier is {tier!r}; things move down to {Tier.HOST} or {Tier.STORE}")
+        work = self._movers.offloads.settled() if tier == Tier.HOST else self._movers.drain()
+        arrived = self._ctx.loop.create_future()
+        waiting = self._ctx.spawn(work, "flush")
+        waiting.add_done_callback(lambda _: resolve(arrived))
+        try:
+            await self._ctx.until(arrived)
+        finally:
+            waiting.cancel()

@@ -74,12 +74,21 @@ class Owned:
     threads: Executor | None = None
 
     async def aclose(self) -> None:
-        """Close what is there; never waits for what hangs."""
-        for part in (self.store, self.device, self.ranks):
-            if part is not None:
-                await part.aclose()
-        if self.threads is not None:
-            self.threads.shutdown(wait=False)
+        """Close what is there, all of it whatever one of them does; never waits for what hangs."""
+        try:
+            for part in (self.store, self.device, self.ranks):
+                if part is not None:
+                    await _close(part)
+        finally:
+            if self.threads is not None:
+                self.threads.shutdown(wait=False)
+
+
+async def _close(part: Store | Device | Ranks) -> None:
+    try:
+        await part.aclose()
+    except Exception as error:  # noqa: BLE001 - of a part made by others; the cache closes all the same
+        logger.warning("store.fault", call="aclose", part=type(part).__name__, fault=repr(error))
 
 
 async def assemble(parts: Parts, on_freed: Callable[[], None]) -> tuple[Context, Owned]:

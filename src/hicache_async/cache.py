@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import warnings
-from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from types import TracebackType
 
 import anyio
 
-from ._fence import EngineFence, combine
+from ._fence import EngineFence
 from ._log import logger
 from .abc import Clock, Device, DevicePool, Fence, HostFence, Ranks, Store
 from .admin import Admin
 from .assembly import Owned, Parts, assemble
+from .checks import checked_count
 from .config import CacheConfig
 from .core.hashing import HashChain, chain_seed
 from .core.holding import Holding
-from .core.pool import NO_PAGES, Grant, Owner
 from .core.tokens import TOKEN_NBYTES, TokenKey
 from .errors import CapacityError, ConfigError, WrongLoopError
 from .flows.audit import audit
@@ -30,52 +28,11 @@ from .flows.movers import Movers
 from .lease import Allocation, PrefixLease
 from .memory.device_kv import DeviceKV
 from .stats import snapshot
+from .step import StepBatch, StepGrant, StepResult, check_batch
 from .types import CacheStats, State, Tokens
-
 
 MAX_REMEMBERED_REQUESTS = 1 << 16
 """Request ids whose number of leases is remembered."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepGrant:
-    """What an engine may use in its next step.
-
-    Attributes:
-        num_pages: device pages that every rank can grant; those not used return at the next call.
-        loaded: leases whose load has returned on every rank since the last grant; each once.
-    """
-
-    num_pages: int
-    loaded: tuple[PrefixLease, ...]
-
-
-@dataclass(slots=True, kw_only=True)
-class StepBatch:
-    """What an engine has to say after a step; done in this order.
-
-    Attributes:
-        commit: leases and how many tokens, absolute.
-        extend: leases and the tokens they decoded.
-        discard: leases and from which token on.
-        release: leases that are finished or preempted.
-        allocate: leases and up to how many tokens they need pages.
-        after: the fence of the step, for commit, discard and release.
-    """
-
-    commit: Sequence[tuple[PrefixLease, int]] = ()
-    extend: Sequence[tuple[PrefixLease, Tokens]] = ()
-    discard: Sequence[tuple[PrefixLease, int]] = ()
-    release: Sequence[PrefixLease] = ()
-    allocate: Sequence[tuple[PrefixLease, int]] = ()
-    after: Fence | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """One entry per ``allocate`` of the batch; None: no room, preempt a request."""
-
-    allocations: Sequence[Allocation | None]
 
 
 class HiCache:
@@ -90,7 +47,6 @@ class HiCache:
         self._leases: dict[PrefixLease, Holding] = {}
         self._sequences: dict[str, int] = {}
         self._loaded: list[PrefixLease] = []
-        self._step = Grant(NO_PAGES)
         self._step_number = 0
         self._pid = os.getpid()
         self._closed: asyncio.Future[None] | None = None
@@ -128,7 +84,8 @@ class HiCache:
         return _Opening(cls(Parts(config, kv, device, store, ranks, clock, threads, device_pool)))
 
     def __repr__(self) -> str:
-        return f"<HiCache {self.state} {self._ctx.device_pool!r} {self._ctx.host_pool!r} {len(self._leases)} leases>"
+        pools = f"{self._ctx.device_pool!r} {self._ctx.host_pool!r}"
+        return f"<HiCache {self.state} {pools} {len(self._leases)} leases>"
 
     @property
     def state(self) -> State:
@@ -156,13 +113,16 @@ class HiCache:
             priority: kept for eviction by priority.
             whole: match all whole pages even if nothing is left to compute, so without logits.
         Returns: a lease; use it in ``with``, or release it yourself.
-        Raises: ConfigError: ids that are not integers in 0 .. 2**32-1.
+        Raises: ConfigError: ids that are not integers in 0 .. 2**32-1, or a name or salt of another type.
         Ownership: nothing is pinned until prefetch or load.
         """
-        self._check()
-        self._ctx.check_open()
+        self._check_open()
         if not isinstance(request_id, str) or not request_id:
             raise ConfigError(f"request_id is {request_id!r}; give a non-empty string")
+        if not isinstance(salt, bytes):
+            raise ConfigError(f"salt is {salt!r}; give bytes")
+        if adapter is not None and not isinstance(adapter, str):
+            raise ConfigError(f"adapter is {adapter!r}; give a string or None")
         key = tokens if isinstance(tokens, TokenKey) else TokenKey(tokens)
         chain = HashChain(chain_seed(salt, adapter), self._ctx.config.page_size * TOKEN_NBYTES)
         holding = Holding(self._ctx.tree, self._ctx.device_pool, key, len(key), chain, whole=whole)
@@ -173,7 +133,7 @@ class HiCache:
             request_id,
             sequence,
             check=self._check,
-            on_loaded=self._loaded.append,
+            on_loaded=self._remember_loaded,
             on_released=self._forget,
         )
         self._leases[lease] = holding
@@ -187,6 +147,9 @@ class HiCache:
             del self._sequences[next(iter(self._sequences))]
         return sequence
 
+    def _remember_loaded(self, lease: PrefixLease) -> None:
+        self._loaded.append(lease)
+
     def _forget(self, lease: PrefixLease) -> None:
         del self._leases[lease]
         if lease in self._loaded:
@@ -195,25 +158,29 @@ class HiCache:
     # Steps
 
     async def begin_step(self, num_pages: int = 0) -> StepGrant:
-        """Say which loads may enter the next step and how many pages every rank can grant. Never raises for room.
+        """Say which loads may enter the next step and how many pages every rank can grant.
+
+        Never raises for room.
 
         Args:
             num_pages: device pages wanted for this step's ``allocate``.
         """
-        self._check()
-        self._ctx.check_open()
-        self._return_step_pages()
-        self._step = self._movers.device_room.grant(num_pages)
+        self._check_open()
+        granted = self._movers.device_room.grant_step(checked_count("num_pages", num_pages))
         self._step_number += 1
         ticket = b"step" + self._step_number.to_bytes(12, "little")
-        agreed = await self._ctx.ranks.agree(ticket, (len(self._loaded), len(self._step.pages)))
-        num_loaded, granted = int(agreed[0]), int(agreed[1])
+        agreed = await self._ctx.ranks.agree(ticket, (len(self._loaded), granted))
+        num_loaded, num_pages = int(agreed[0]), int(agreed[1])
         loaded, self._loaded = tuple(self._loaded[:num_loaded]), self._loaded[num_loaded:]
-        return StepGrant(granted, loaded)
+        return StepGrant(num_pages, loaded)
 
     def step(self, batch: StepBatch) -> StepResult:
-        """Do what a step has brought, sync, in the order commit, extend, discard, release, allocate."""
-        self._check()
+        """Do what a step has brought, sync, in the order commit, extend, discard, release, allocate.
+
+        Raises: ConfigError, LeaseError: a mistake anywhere in ``batch``, of which nothing is then done.
+        """
+        self._check_open()
+        check_batch(batch, self._leases)
         for lease, num_tokens in batch.commit:
             lease.commit(num_tokens, after=batch.after)
         for lease, token_ids in batch.extend:
@@ -225,23 +192,16 @@ class HiCache:
         return StepResult([self._allocate(lease, total) for lease, total in batch.allocate])
 
     def _allocate(self, lease: PrefixLease, total_tokens: int) -> Allocation | None:
-        holding = self._leases.get(lease)
-        if holding is not None and len(self._step.pages):
-            missing = holding.table.missing_pages(-(-total_tokens // self._ctx.page_tokens))
-            pages, self._step.pages = self._step.pages[:missing], self._step.pages[missing:]
-            holding.table.reserve(Grant(pages, list(self._step.after)))
+        total_pages = -(-total_tokens // self._ctx.page_tokens)
         try:
-            return lease.allocate_nowait(total_tokens)
+            self._movers.device_room.ensure(self._leases[lease], total_pages, in_step=True)
         except CapacityError:
             return None
-
-    def _return_step_pages(self) -> None:
-        self._ctx.device_pool.free(self._step.pages, Owner.LEASE, after=combine(self._step.after))
-        self._step = Grant(NO_PAGES)
+        return lease.allocate_nowait(total_tokens)
 
     def fence(self, stream: object | None = None) -> Fence:
         """Return a fence behind what ``stream`` has queued; None: the engine's compute stream."""
-        self._check()
+        self._check_open()
         return self._ctx.device.fence(stream)
 
     def host_fence(self) -> HostFence:
@@ -249,13 +209,14 @@ class HiCache:
 
         Ownership: the caller must ``set()`` or ``fail()`` it, from any thread.
         """
-        self._check()
+        self._check_open()
         return EngineFence(self._ctx.loop, "forward")
 
     # Looking inside
 
     def stats(self) -> CacheStats:
         """Return a frozen snapshot of what the cache holds and has done."""
+        self._check()
         return snapshot(self._ctx, self.state, len(self._leases))
 
     def audit(self) -> None:
@@ -263,7 +224,12 @@ class HiCache:
 
         Raises: InvariantError: naming what is wrong. Cost: the size of the pools and the tree.
         """
-        audit(self._ctx, list(self._leases.values()), self._step.pages)
+        self._check()
+        audit(self._ctx, list(self._leases.values()), self._movers.device_room.step.own_pages())
+
+    def _check_open(self) -> None:
+        self._check()
+        self._ctx.check_open()
 
     def _check(self) -> None:
         try:
@@ -274,7 +240,8 @@ class HiCache:
             return
         if os.getpid() != self._pid:
             raise WrongLoopError(
-                f"this cache belongs to process {self._pid}, this is its fork {os.getpid()}: open a cache of its own here"
+                f"this cache belongs to process {self._pid}, this is its fork {os.getpid()}: "
+                "open a cache of its own here"
             )
         where = "a thread without its loop running" if loop is None else f"another event loop, {loop!r}"
         raise WrongLoopError(
@@ -287,7 +254,7 @@ class HiCache:
     async def _open(self) -> None:
         self._ctx, self._owned = await assemble(self._parts, self._pump)
         self._movers = Movers(self._ctx, self._leases.values)
-        self.admin = Admin(self._ctx, self._movers)
+        self.admin = Admin(self._ctx, self._movers, self._check_open)
         self._ctx.spawn(self._movers.backups.run(), "backups")
 
     def _pump(self) -> None:
@@ -312,9 +279,11 @@ class HiCache:
                 await self._movers.finish()
         finally:
             self._abandon()
+            with anyio.move_on_after(ctx.config.close_timeout_s, shield=True):
+                await self._owned.aclose()
+                await asyncio.sleep(0)  # lets the cancelled tasks end before the loop does
             self._closed.set_result(None)
-        await self._owned.aclose()
-        await asyncio.sleep(0)  # lets the cancelled tasks end before the loop does
+        self._warn_of_leases()
 
     def _abandon(self) -> None:
         ctx = self._ctx
@@ -322,13 +291,16 @@ class HiCache:
         if stuck or len(self._movers.backups):
             logger.warning("cache.close_abandoned", stuck=stuck, backups_dropped=len(self._movers.backups))
         self._movers.backups.drop_all()
-        for lease in self._leases:
-            message = f"{lease!r} was not released before the cache was closed"
-            warnings.warn(message, ResourceWarning, stacklevel=2, source=lease)
         ctx.state = State.CLOSED
         for task in [*ctx.tasks, *(hop.task for hop in ctx.hops.live if hop.task is not None)]:
             task.cancel()
         logger.info("cache.closed")
+
+    def _warn_of_leases(self) -> None:
+        # Last of all, for the application may turn warnings into errors.
+        for lease in self._leases:
+            message = f"{lease!r} was not released before the cache was closed"
+            warnings.warn(message, ResourceWarning, stacklevel=3, source=lease)
 
 
 class _Opening(AbstractAsyncContextManager[HiCache]):

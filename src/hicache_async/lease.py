@@ -1,4 +1,4 @@
-"""PrefixLease: what a request does with the cache, in tokens. The conversion to pages is here and nowhere else.
+"""PrefixLease: what a request does with the cache, in tokens; here alone they are converted to pages.
 
 Token ranges of a request (half-open):
 
@@ -17,18 +17,17 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
 from ._fence import ThreadFence
 from .abc import Fence
+from .checks import check_commit, check_discard, check_live, check_loaded, checked_count
 from .config import PrefetchPolicy
 from .core.holding import Holding
 from .core.tokens import TokenKey, token_bytes
-from .errors import ConfigError, LeaseError
+from .errors import LeaseError
 from .flows.load import Loading, missing_hashes
 from .flows.movers import Movers
 from .flows.prefetch import Prefetch
-from .flows.readiness import watch_commit
+from .flows.readiness import hold_until
 from .types import Books, Pages, PrefetchResult, State, Tokens
 
 __all__ = ["Allocation", "Loading", "Prefetch", "PrefixLease"]
@@ -61,7 +60,8 @@ class PrefixLease:
 
     __slots__ = (
         "_announced", "_books", "_check", "_holding", "_is_kept", "_load_called", "_movers", "_on_loaded",
-        "_on_released", "_prefetch", "_prompt_tokens", "_sequence", "device_tokens", "local_tokens", "request_id",
+        "_on_released", "_prefetch", "_prompt_tokens", "_sequence", "device_tokens", "local_tokens",
+        "request_id",
     )  # fmt: skip
 
     def __init__(
@@ -193,12 +193,12 @@ class PrefixLease:
         self._check_live()
         if self._load_called:
             raise LeaseError(f"{self!r}: one load a lease; take a new lease to load again")
-        total = self._holding.length if total_tokens is None else _count("total_tokens", total_tokens)
+        total = self._holding.length if total_tokens is None else checked_count("total_tokens", total_tokens)
         self._load_called = True
         movers, holding = self._movers, self._holding
         if self._prefetch is not None:
             await self._prefetch.settled()
-            holding.check_live()
+            self._check_live()
         if wait_pending and movers.ctx.ranks.size == 1:
             await movers.loads.wait_pending(holding, self)
         self._announce(total)
@@ -220,27 +220,28 @@ class PrefixLease:
 
     def _loaded(self, loading: Loading) -> None:
         ctx, holding = self._movers.ctx, self._holding
-        from_store = from_host = 0
+        self._books = self._balance(loading)
+        ctx.metrics.book(self._books)
         if self._prefetch is not None:
-            first = self._prefetch.start_page * ctx.page_tokens
-            from_store = max(
-                0, min(loading.tokens, first + self._prefetch.fetched_pages * ctx.page_tokens) - first
-            )
             self._prefetch.give_up_charges()
-        from_host = max(0, loading.loaded_tokens - from_store)
-        from_device = loading.tokens - from_store - from_host
-        prompt = self._prompt_tokens
-        self._books = Books(prompt, from_device, from_host, from_store, prompt - loading.tokens)
-        metrics = ctx.metrics
-        metrics.device += from_device
-        metrics.host += from_host
-        metrics.store += from_store
-        metrics.computed += prompt - loading.tokens
         holding.unpin_host()
         self.device_tokens = self.local_tokens = loading.tokens
         if holding.device_end is not None and ctx.reuses:
             self._movers.back_up(holding.device_end)
         self._on_loaded(self)
+
+    def _balance(self, loading: Loading) -> Books:
+        # What was fetched for this lease is the store's, whoever loaded it; what else is loaded, the host's.
+        page_tokens, tokens, prompt = self._movers.ctx.page_tokens, loading.tokens, self._prompt_tokens
+        first = fetched_end = 0
+        if self._prefetch is not None:
+            first = min(tokens, self._prefetch.start_page * page_tokens)
+            fetched_end = min(tokens, first + self._prefetch.fetched_pages * page_tokens)
+        from_store = fetched_end - first
+        loaded_start = tokens - loading.loaded_tokens
+        from_both = max(0, fetched_end - max(first, loaded_start))
+        from_host = loading.loaded_tokens - from_both
+        return Books(prompt, tokens - from_store - from_host, from_host, from_store, prompt - tokens)
 
     # Computing the rest
 
@@ -261,7 +262,7 @@ class PrefixLease:
         Cancellation: what was granted so far stays reserved for this lease.
         """
         total_pages = self._pages_for(total_tokens)
-        if self._holding.table.missing_pages(total_pages):
+        while self._holding.table.missing_pages(total_pages):
             await self._movers.device_room.wait(self._holding, total_pages)
         return Allocation(self._holding.table.place(total_pages), self._holding.table.open_fence())
 
@@ -285,22 +286,16 @@ class PrefixLease:
         """
         self._check_live()
         ctx, holding = self._movers.ctx, self._holding
-        num_tokens = _count("num_tokens", num_tokens)
-        held = min(holding.length, len(holding.table) * ctx.page_tokens)
-        if num_tokens > held:
-            raise LeaseError(
-                f"commit of {num_tokens} tokens: the lease knows {holding.length} (extend adds) and holds pages "
-                f"for {len(holding.table) * ctx.page_tokens} (load and allocate add)"
-            )
+        end_page = check_commit(self, holding, num_tokens)
         start = holding.committed_pages
         fence = ctx.device.fence(None) if after is None else after
         doubtful = isinstance(fence, ThreadFence) and fence.error is not None
         if not ctx.reuses or doubtful:
             return start * ctx.page_tokens
         ready = () if fence.passed() else (fence,)
-        end = holding.commit(num_tokens // ctx.page_tokens, ready)
+        end = holding.commit(end_page, ready)
         if ready and holding.committed_pages > start:
-            watch_commit(ctx, end, fence)
+            hold_until(ctx, end, fence, self._movers.device_room.pump)
         self._movers.committed(holding)
         self._end_announcements(start, holding.committed_pages)
         return holding.committed_pages * ctx.page_tokens
@@ -321,12 +316,7 @@ class PrefixLease:
         """
         self._check_live()
         ctx, holding = self._movers.ctx, self._holding
-        from_token = _count("from_token", from_token)
-        committed = holding.committed_pages * ctx.page_tokens
-        if from_token < committed:
-            raise LeaseError(
-                f"discard from token {from_token}: {committed} tokens are committed and immutable"
-            )
+        from_token = check_discard(holding, from_token, holding.committed_pages)
         holding.length = min(holding.length, from_token)
         keep = max(-(-from_token // ctx.page_tokens), holding.committed_pages)
         if keep < len(holding.table):
@@ -340,7 +330,7 @@ class PrefixLease:
         with ``after`` when the pages may be reused.
 
         Args:
-            after: behind which private pages may be reused; None: behind what the engine's stream has queued.
+            after: behind which the pages may be reused; None: behind what the engine's stream has queued.
             offload: copy committed pages to the host whatever the policy (a preempted request).
         """
         ctx, holding = self._movers.ctx, self._holding
@@ -356,9 +346,10 @@ class PrefixLease:
         end = holding.device_end
         if offload and end is not None and end.attached and ctx.reuses:
             self._movers.offloads.offload_path(end, min_hits=0)
-        holding.release(
-            ctx.device.fence(None) if after is None else after, unpin=ctx.state is not State.FAILED
-        )
+        fence = ctx.device.fence(None) if after is None else after
+        if end is not None and ctx.reuses and not fence.passed():
+            hold_until(ctx, end, fence, self._movers.device_room.pump)
+        holding.release(fence, unpin=ctx.state is not State.FAILED)
         ctx.announcements.end(list(self._announced.values()))
         self._announced.clear()
         self._on_released(self)
@@ -369,21 +360,14 @@ class PrefixLease:
     def _check_live(self) -> None:
         self._check()
         self._movers.ctx.check_open()
-        self._holding.check_live()
+        check_live(self, self._holding)
 
     def _pages_for(self, total_tokens: int) -> int:
         self._check_live()
-        if not self._holding.loaded:
-            raise LeaseError(f"{self!r}: call load() first, even when nothing is cached")
-        return -(-_count("total_tokens", total_tokens) // self._movers.ctx.page_tokens)
+        check_loaded(self, self._holding)
+        return -(-checked_count("total_tokens", total_tokens) // self._movers.ctx.page_tokens)
 
     def _ticket(self, kind: bytes) -> bytes:
         # 128 bits of a hash of what is the same on every rank.
-        name = self.request_id.encode()
+        name = self.request_id.encode("utf-8", "surrogatepass")
         return hashlib.sha256(struct.pack("<QQ", len(name), self._sequence) + name + kind).digest()[:16]
-
-
-def _count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
-        raise ConfigError(f"{name} is {value!r}; it must be an integer >= 0")
-    return int(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from .types import Stop
+from .types import Books, Stop
 
 UNFULFILLED_NAME = "hicache_async_storage_prefetch_unfulfilled_tokens_total"
 """Exported with a label ``reason``; see :func:`unfulfilled_series`."""
@@ -26,6 +26,13 @@ class Metrics:
         self.unfulfilled: dict[Stop, int] = dict.fromkeys(Stop, 0)
         self.device = self.host = self.store = self.computed = 0
         self.counters: Counter[str] = Counter()
+
+    def book(self, books: Books) -> None:
+        """Add the books of one lease."""
+        self.device += books.device
+        self.host += books.host
+        self.store += books.store
+        self.computed += books.computed
 
     def unfulfilled_series(self) -> dict[str, int]:
         """Return the unfulfilled tokens by exported label; no_host_room is exported as host_capacity."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,8 @@ import torch
 from llama import ContextKV, Llama, LlamaConfig
 from paged_engine import Answer, PagedEngine, PagedKV
 
-from hicache_async import Books, CacheConfig, HiCache
+from hicache_async import Books, CacheConfig, Device, HiCache
+from hicache_async.testing.virtual_device import NotReadyError, VirtualDevice
 
 PAGE_SIZE = 8
 MODEL = Llama.random(
@@ -56,7 +57,12 @@ class GatedModel(Llama):
 
 @contextlib.asynccontextmanager
 async def open_engine(
-    num_pages: int = 64, *, model: Llama = MODEL, store: Path | None = None, reuse: bool = True
+    num_pages: int = 64,
+    *,
+    model: Llama = MODEL,
+    device: Device | None = None,
+    store: Path | None = None,
+    reuse: bool = True,
 ) -> AsyncIterator[PagedEngine]:
     config = CacheConfig(
         page_size=PAGE_SIZE,
@@ -68,7 +74,7 @@ async def open_engine(
     kv = PagedKV(model.config, num_pages, PAGE_SIZE)
     url = None if store is None else f"file://{store}"
     async with (
-        HiCache.open(config, kv=kv.device_kv(), store=url) as cache,
+        HiCache.open(config, kv=kv.device_kv(), device=device, store=url) as cache,
         PagedEngine(model, kv, cache, reuse=reuse) as engine,
     ):
         yield engine
@@ -87,23 +93,23 @@ async def recompute(prompts: Sequence[list[int]], max_tokens: int = 6) -> list[l
 
 
 def test_a_reused_prefix_gives_the_very_bits_of_a_recomputed_one() -> None:
-    """Copied to other pages, a prefix leads to the logits it would lead to if it were computed."""
+    """A prefix that comes into other pages, a layer only when it is asked for, leads to the same logits."""
     prompt = torch.tensor(random_prompt(61, seed=1))
     recomputed, reused = PagedKV(MODEL.config, 8, PAGE_SIZE), PagedKV(MODEL.config, 8, PAGE_SIZE)
     there, here = torch.tensor([3, 0, 7, 5, 1, 6, 2, 4]), torch.tensor([6, 7, 0, 2, 4, 1, 3, 5])
 
-    def compute(kv: PagedKV, pages: torch.Tensor, start: int) -> torch.Tensor:
+    def compute(kv: PagedKV, pages: torch.Tensor, start: int, ready: Callable[[int], None]) -> torch.Tensor:
         for first in range(start, len(prompt), PAGE_SIZE):
             chunk = prompt[first : first + PAGE_SIZE]
-            context = kv.context(pages, first, first + len(chunk), lambda layer: None)
-            logits = MODEL.forward(chunk, first, context)
+            logits = MODEL.forward(chunk, first, kv.context(pages, first, first + len(chunk), ready))
         return logits
 
-    expected = compute(recomputed, there, 0)
-    for layer in range(2):
+    def bring(layer: int) -> None:
         reused.k[layer][here[:5]] = recomputed.k[layer][there[:5]]
         reused.v[layer][here[:5]] = recomputed.v[layer][there[:5]]
-    assert torch.equal(compute(reused, here, 5 * PAGE_SIZE), expected)
+
+    expected = compute(recomputed, there, 0, lambda layer: None)
+    assert torch.equal(compute(reused, here, 5 * PAGE_SIZE, bring), expected)
 
 
 def test_chunks_add_up_to_one_forward_over_the_whole_prompt() -> None:
@@ -172,6 +178,23 @@ async def test_a_prefix_from_any_tier_gives_the_same_answer(tmp_path: Path) -> N
         Books(prompt=45, device=0, host=0, store=40, computed=5),
         Books(prompt=45, device=0, host=0, store=40, computed=5),
     ]
+
+
+@pytest.mark.asyncio
+async def test_no_layer_is_read_before_it_has_been_loaded() -> None:
+    """The forward asks for each layer of a loaded prefix; a device that is late says that it did."""
+    device = VirtualDevice(auto=True)
+    prompt = random_prompt(45, seed=1)
+    with pytest.raises(NotReadyError):
+        async with open_engine(num_pages=8, device=device) as engine:
+            await engine.generate("cold", prompt, max_tokens=1)
+            await engine.generate("other", random_prompt(57, seed=2), max_tokens=1)
+            device.auto = False
+            host_hit = asyncio.create_task(engine.generate("host", prompt, max_tokens=1))
+            await asyncio.wait([host_hit])
+            device.auto = True
+            device.advance_all()
+            await host_hit
 
 
 @pytest.mark.asyncio

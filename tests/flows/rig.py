@@ -165,7 +165,7 @@ class Rig:
         """Read what is cached, compute the rest, and read it all again."""
         await loading.finished()
         self.check(lease, loading.tokens)
-        allocation = lease.allocate_nowait(lease.num_tokens)
+        allocation = await lease.allocate(lease.num_tokens)
         if allocation.after is not None:
             allocation.after.block()
         self.compute(lease, start=loading.tokens)
@@ -185,10 +185,11 @@ class Rig:
             served = await self.run(lease, prefetch=prefetch)
         return served
 
-    async def push_out(self, pages: int, first: str = "A") -> None:
-        """Serve single-page prompts of their own until ``pages`` pages have gone through the cache."""
-        for number in range(pages):
-            await self.serve(chr(ord(first) + number) + "z", prefetch=False)
+    async def push_out(self, num_prompts: int, first: str = "A") -> None:
+        """Serve prompts of two pages, each twice, which is enough for every policy that copies at commit."""
+        for number in range(num_prompts):
+            for _ in range(2):
+                await self.serve(chr(ord(first) + number) + "z", prefetch=False)
             await self.cache.admin.flush()
 
     # Looking, without touching

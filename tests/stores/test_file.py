@@ -17,6 +17,8 @@ from hicache_async.testing.manual import ManualClock, ManualThreads
 from hicache_async.types import StopToken
 from tests.stores.pages import PAGE_NBYTES, CountingThreads, files_below, page_of, read, write
 
+pytestmark = pytest.mark.every_loop
+
 
 @pytest.mark.asyncio
 async def test_what_was_written_is_read(store: FileStore) -> None:

@@ -25,6 +25,8 @@ from tests.stores.pages import (
     write,
 )
 
+pytestmark = pytest.mark.every_loop
+
 
 @pytest.mark.asyncio
 async def test_a_cancelled_read_is_busy_until_its_thread_has_passed(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import numpy as np
 
@@ -15,11 +15,12 @@ from .tree import TIERS, PrefixTree
 
 def check_tree(tree: PrefixTree, *, write_through: bool) -> None:
     """Raise InvariantError unless every node is linked, counted and ordered as the tree promises."""
+    cut_off = _cut_off(tree)
     for seed, root in tree.roots.items():
         if root.segment != seed or root.parent is not None or not (root.children or root.is_held):
             raise InvariantError(f"root {seed.hex()!r} is empty or misfiled")
         for node in root.subtree():
-            _check_children(tree, node)
+            _check_children(tree, node, cut_off[node])
             if node is not root:
                 _check_pages(tree, node)
                 _check_place(node, write_through=write_through)
@@ -27,12 +28,24 @@ def check_tree(tree: PrefixTree, *, write_through: bool) -> None:
     for node in tree.detached:
         if node.attached or not (node.is_held or node.children or node.residency is not Residency.GHOST):
             raise InvariantError(f"{node!r} is among the detached nodes for no reason")
-        _check_children(tree, node)
+        _check_children(tree, node, cut_off[node])
         _check_pages(tree, node)
 
 
-def _check_children(tree: PrefixTree, node: Node) -> None:
+def _cut_off(tree: PrefixTree) -> dict[Node, list[Node]]:
+    # Detached nodes that stand on a node and are not among its children.
+    found: defaultdict[Node, list[Node]] = defaultdict(list)
+    for node in tree.detached:
+        assert node.parent is not None
+        if (node.parent.children or {}).get(node.segment[: tree.page_nbytes]) is not node:
+            found[node.parent].append(node)
+    return found
+
+
+def _check_children(tree: PrefixTree, node: Node, cut_off: list[Node]) -> None:
     children = node.children or {}
+    if node.detached_children != len(cut_off):
+        raise InvariantError(f"{node!r} counts {node.detached_children} detached children, has {cut_off}")
     for page, child in children.items():
         if child.parent is not node or child.segment[: tree.page_nbytes] != page:
             raise InvariantError(f"{child!r} is misfiled below {node!r}")
@@ -41,7 +54,7 @@ def _check_children(tree: PrefixTree, node: Node) -> None:
             f"{node!r} with {len(children)} children has {node.only_child!r} as the only one"
         )
     for tier in TIERS:
-        below = sum(child.copy_in(tier).pages is not None for child in children.values())
+        below = sum(child.copy_in(tier).pages is not None for child in (*children.values(), *cut_off))
         if below != node.copy_in(tier).children:
             raise InvariantError(
                 f"{node!r} counts {node.copy_in(tier).children} children on {tier}, has {below}"

@@ -42,13 +42,16 @@ class Node:
         hashes: the chained hash of each page, from the root of the prompt.
         hits: commits that went through this node.
         used: when it was last matched or committed, in ticks of the tree; never newer than its parent's.
+        detached_children: how many children were cut off from matching while somebody held them or a node
+            below; they stand on this node as before.
         anchors: moves that will attach pages below; the node may not lose its last tier.
         stored: the store epoch in which all of its pages were known to be stored; 0: never.
-        attached: whether a match can reach it. A detached node lives until its last pin is gone.
+        attached: whether a match can reach it. A detached node lives until its last pin is gone; one that
+            lost its last tier is of no more use.
     """
 
     __slots__ = (
-        "anchors", "attached", "children", "device", "hashes", "hits", "host", "only_child", "parent",
+        "anchors", "attached", "children", "detached_children", "device", "hashes", "hits", "host", "only_child", "parent",
         "segment", "stored", "used",
     )  # fmt: skip
 
@@ -57,6 +60,7 @@ class Node:
         self.segment = segment
         self.children: dict[bytes, Node] | None = None
         self.only_child: Node | None = None
+        self.detached_children = 0
         self.device = TierCopy()
         self.host = TierCopy()
         self.hashes = hashes
@@ -89,8 +93,8 @@ class Node:
 
     @property
     def is_held(self) -> bool:
-        """Whether a lease or a move ends here."""
-        return bool(self.device.pins or self.host.pins or self.anchors)
+        """Whether a lease or a move ends here, or a detached node stands on this one."""
+        return bool(self.device.pins or self.host.pins or self.anchors or self.detached_children)
 
     def path(self) -> list[Node]:
         """Return the nodes from below the root to this one."""

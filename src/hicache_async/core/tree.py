@@ -66,7 +66,6 @@ class PrefixTree:
         """Rises when the store is attached, cleared or changed: what a node knows of it is then void."""
         self._pools = pools
         self._tick = 0
-        self._ghost_root = Node(None, b"", [])
 
     # Looking
 
@@ -132,7 +131,7 @@ class PrefixTree:
                 above.pages, below.pages = below.pages[:num_pages].copy(), below.pages[num_pages:].copy()
                 above.ready = below.ready
                 above.children = 1
-        if parent is not self._ghost_root:
+        if self._is_linked(node):
             self._add_child(parent, upper)
         node.segment, node.hashes = node.segment[cut:], node.hashes[num_pages:]
         node.parent = upper
@@ -251,15 +250,14 @@ class PrefixTree:
         return sum(below.num_pages for below in nodes)
 
     def detach(self, node: Node) -> None:
-        """Cut ``node`` and all below it off from matching; what is held lives until it is let go."""
+        """Cut ``node`` and all below it off from matching; what is held lives until it is let go.
+
+        What is held keeps the nodes above the cut as before.
+        """
         parent = node.parent
         assert parent is not None and node.attached
-        for tier in TIERS:
-            if node.copy_in(tier).pages is not None:
-                parent.copy_in(tier).children -= 1
-                self._ghost_root.copy_in(tier).children += 1
         self._remove_child(parent, node)
-        node.parent = self._ghost_root
+        parent.detached_children += 1
         nodes = list(node.subtree())
         for below in nodes:
             below.attached = False
@@ -268,7 +266,6 @@ class PrefixTree:
                 queue.discard(below)
         for below in reversed(nodes):
             self._reap(below)
-        self._settle(parent)
 
     # Holding
 
@@ -333,15 +330,26 @@ class PrefixTree:
                     changed = True
             if node.residency is Residency.GHOST and not node.children and not node.is_held:
                 self.detached.discard(node)
-                self._remove_child(parent, node)
+                if self._is_linked(node):
+                    self._remove_child(parent, node)
+                else:
+                    parent.detached_children -= 1
                 changed = True
             node = parent
+        if changed and node.attached:
+            self._settle(node)
 
     def _unlink(self, node: Node) -> None:
         assert node.parent is not None
+        node.attached = False
         for queue in self.queues.values():
             queue.discard(node)
         self._remove_child(node.parent, node)
+
+    def _is_linked(self, node: Node) -> bool:
+        # The topmost node of what was detached is not among its parent's children.
+        siblings = node.parent.children if node.parent is not None else None
+        return siblings is not None and siblings.get(node.segment[: self.page_nbytes]) is node
 
     def _add_child(self, parent: Node, node: Node) -> None:
         # Takes the place of a child with the same first page.
@@ -351,8 +359,6 @@ class PrefixTree:
         parent.only_child = node if len(parent.children) == 1 else None
 
     def _remove_child(self, parent: Node, node: Node) -> None:
-        if parent is self._ghost_root:
-            return
         assert parent.children is not None
         del parent.children[node.segment[: self.page_nbytes]]
         parent.only_child = next(iter(parent.children.values())) if len(parent.children) == 1 else None

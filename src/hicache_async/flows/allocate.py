@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from .._fence import combine
 from ..core.holding import Holding
-from ..core.pool import Grant, Owner
+from ..core.page_table import PageTable
+from ..core.pool import NO_PAGES, Grant, Owner
 from ..errors import CapacityError
 from ..types import Tier
-from .context import Context
+from .context import Context, resolve
 from .offload import Offloads
 
 
@@ -33,6 +34,8 @@ class DeviceRoom:
 
     Args:
         holdings: all live holdings, to tell whether anybody is left who could give something back.
+    Attributes:
+        step: its reserve is what the engine's step was granted and has not used.
     """
 
     def __init__(self, ctx: Context, offloads: Offloads, holdings: Callable[[], Iterable[Holding]]) -> None:
@@ -40,6 +43,7 @@ class DeviceRoom:
         self._offloads = offloads
         self._holdings = holdings
         self._waiters: deque[_Waiter] = deque()
+        self.step = PageTable(ctx.device_pool)
 
     def grant(self, num_pages: int) -> Grant:
         """Take up to ``num_pages`` for a lease, evicting for them. Never waits."""
@@ -51,26 +55,36 @@ class DeviceRoom:
             available = ctx.device_pool.available(fenced=True)
         return ctx.device_pool.take(min(num_pages, available), Owner.LEASE, fenced=True)
 
-    def ensure(self, holding: Holding, total_pages: int) -> None:
+    def grant_step(self, num_pages: int) -> int:
+        """Take back what the last step has not used; grant up to ``num_pages`` and return how many."""
+        self.step.free_reserved()
+        self.step = PageTable(self._ctx.device_pool)
+        self.pump()
+        self.step.reserve(self.grant(num_pages))
+        return len(self.step.reserved)
+
+    def ensure(self, holding: Holding, total_pages: int, *, in_step: bool = False) -> None:
         """Fill the reserve so that ``holding`` can hold ``total_pages``.
 
+        Args:
+            in_step: whether pages of the step may be used; they are used first.
         Raises: CapacityError: there is no room; nothing is taken.
         """
         missing = holding.table.missing_pages(total_pages)
-        if not missing:
-            return
+        from_step = min(missing, len(self.step.reserved)) if in_step else 0
+        missing -= from_step
         ctx = self._ctx
-        grant = (
-            self.grant(missing) if missing <= ctx.device_pool.capacity else Grant(holding.table.reserved[:0])
-        )
+        grant = self.grant(missing) if 0 < missing <= ctx.device_pool.capacity else Grant(NO_PAGES)
         if len(grant.pages) < missing:
             got = len(grant.pages)
             self._give_back(grant)
             raise CapacityError(
-                f"{missing} more device pages are needed to hold {total_pages}, {got} of {ctx.device_pool.capacity} "
-                "can be had: preempt a request (release its lease) and try again"
+                f"{missing} more device pages are needed to hold {total_pages}, {got} of "
+                f"{ctx.device_pool.capacity} can be had: preempt a request (release its lease) and try again"
             )
         holding.table.reserve(grant)
+        if from_step:
+            holding.table.reserve(Grant(self.step.take_reserved(from_step), list(self.step.fences)))
 
     def _give_back(self, grant: Grant) -> None:
         self._ctx.device_pool.free(grant.pages, Owner.LEASE, after=combine(grant.after))
@@ -99,21 +113,23 @@ class DeviceRoom:
         """Serve the waiters in order; called whenever pages came back or lost a pin."""
         while self._waiters:
             head = self._waiters[0]
-            missing = head.holding.table.missing_pages(head.total_pages)
-            if missing and not head.holding.released:
-                head.holding.table.reserve(self.grant(missing))
-                missing = head.holding.table.missing_pages(head.total_pages)
-            if not missing or head.holding.released:
+            table, gone = head.holding.table, head.holding.released or head.granted.done()
+            if not gone and (missing := table.missing_pages(head.total_pages)):
+                table.reserve(self.grant(missing))
+            if gone or not table.missing_pages(head.total_pages):
                 self._waiters.popleft()
-                if not head.granted.done():
-                    head.granted.set_result(None)
+                resolve(head.granted)
             elif self._is_stuck():
                 self._refuse(self._waiters.pop())
             else:
                 return
 
     def _is_stuck(self) -> bool:
-        if self._ctx.hops.live or self._ctx.device_pool.settling():
+        # What runs and keeps device pages gives them back one day; a call of the store keeps none.
+        ctx = self._ctx
+        if ctx.device_pool.settling() or self.step.holds_pages or not self._offloads.is_idle:
+            return False
+        if any(Tier.DEVICE in pinned.tiers for pinned in ctx.moves):
             return False
         waiting = {waiter.holding for waiter in self._waiters}
         return not any(holding not in waiting and holding.table.holds_pages for holding in self._holdings())
@@ -124,7 +140,7 @@ class DeviceRoom:
         waiter.holding.table.free_reserved(keep_pages=waiter.kept_pages)
         waiter.granted.set_exception(
             CapacityError(
-                f"every request that holds device pages waits for more; this one, for {waiter.total_pages} pages, "
-                "came last: preempt it (release its lease) and start it again"
+                f"every request that holds device pages waits for more; this one, for {waiter.total_pages} "
+                "pages, came last: preempt it (release its lease) and start it again"
             )
         )

@@ -13,10 +13,9 @@ from .._log import logger
 from ..abc import Store
 from ..core.node import Node
 from ..types import Pages, StopToken, Tier
-from .calls import checked_count, is_fault, start_store_call
+from .calls import answered_count, checked_count, start_store_call
 from .context import Context, Pinned, settled_within
 from .page_bytes import batch_pages, filled_views
-from .readiness import wait_fence
 
 MAX_HUNG_WRITES = 2
 """Writes that outlived their deadline and still hold pages; with so many no further one is started."""
@@ -25,7 +24,7 @@ MAX_HUNG_WRITES = 2
 class Backups:
     """Write the host pages of whole paths to the store, one batch at a time.
 
-    Asking is cheap and may be repeated: a path that is stored already costs a look at its end.
+    Asking is cheap and may be repeated.
 
     Args:
         offload_idle: brings a path to the host where idle room allows; under write_back the ancestors
@@ -45,12 +44,15 @@ class Backups:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def is_due(self, node: Node) -> bool:
+        """Whether ``node`` is on the host, all of it, and not known to be stored."""
+        on_host = node.host.pages is not None and node.host.is_ready()
+        return on_host and node.stored != self._ctx.tree.store_epoch
+
     def request(self, end: Node) -> None:
         """See to it that the path to ``end`` is stored; a full queue skips and counts."""
         ctx = self._ctx
-        if ctx.store is None or not ctx.keys.writes or not ctx.reuses or end.parent is None:
-            return
-        if end.stored == ctx.tree.store_epoch or end.host.pages is None or end in self._waiting:
+        if ctx.store is None or not ctx.keys.writes or not ctx.reuses or end in self._waiting:
             return
         if len(self._waiting) >= ctx.config.max_backups_pending:
             ctx.metrics.counters["backups_skipped_queue_full"] += 1
@@ -61,14 +63,17 @@ class Backups:
 
     async def run(self) -> None:
         """Serve requests until cancelled."""
-        while True:
-            while self._waiting:
-                end = next(iter(self._waiting))
-                del self._waiting[end]
-                await self._store_path(end)
+        try:
+            while True:
+                while self._waiting:
+                    end = next(iter(self._waiting))
+                    del self._waiting[end]
+                    await self._store_path(end)
+                self.is_idle.set()
+                self._wake.clear()
+                await self._wake.wait()
+        finally:
             self.is_idle.set()
-            self._wake.clear()
-            await self._wake.wait()
 
     async def _store_path(self, end: Node) -> None:
         while end.attached and self._ctx.reuses and (store := self._ctx.store) is not None:
@@ -89,7 +94,7 @@ class Backups:
                 if nodes:
                     break
                 continue
-            if node.host.pages is None:
+            if not self.is_due(node):
                 if not nodes:
                     ctx.metrics.counters["backups_stopped_at_hole"] += 1
                     self._offload_idle(end)
@@ -107,12 +112,9 @@ class Backups:
         last, epoch = nodes[-1], ctx.tree.store_epoch
         pages = np.concatenate([node.host.pages for node in nodes if node.host.pages is not None])
         keys = ctx.keys.keys([page_hash for node in nodes for page_hash in node.hashes])
-        fences = {fence for node in nodes for fence in node.host.ready}
         pinned = ctx.pin(last, Tier.HOST)
 
         async def write(stop: StopToken) -> int:
-            for fence in fences:
-                await wait_fence(ctx, fence)
             return await store.write(keys, await filled_views(ctx, pages, stop))
 
         hop = start_store_call(
@@ -123,14 +125,14 @@ class Backups:
             hop.settled.add_done_callback(self._unhang)
             self._note_health(False, f"a write did not end in {ctx.config.store_timeout_s} s")
             return False
-        return not is_fault(hop, len(pages)) and hop.result == len(pages)
+        return answered_count(hop, len(pages)) == len(pages)
 
     def _unhang(self, settled: asyncio.Future[None]) -> None:
         self._hung -= 1
 
     def _settled(self, hop: Hop[int], *, pinned: Pinned, pages: Pages, epoch: int) -> None:
         ctx = self._ctx
-        count = checked_count(ctx, hop, len(pages))
+        count = checked_count(ctx, hop, len(pages)) or 0
         if epoch == ctx.tree.store_epoch:
             self._mark_stored(pinned.node, len(pages), count, epoch)
         ctx.unpin(pinned)

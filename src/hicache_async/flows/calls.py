@@ -11,39 +11,42 @@ from ..types import StopToken
 from .context import Context, settled_within
 
 
-def checked_count(ctx: Context, hop: Hop[int], limit: int) -> int:
-    """Return how many pages a settled store call vouches for: 0 .. ``limit``; nonsense and faults count 0."""
+def answered_count(hop: Hop[int], limit: int) -> int | None:
+    """Return how many pages a settled store call vouches for; None: it raised, or answered no count in 0 .. ``limit``."""
     value = hop.result
-    if hop.error is None and isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= limit:
-        return value
-    ctx.metrics.counters["store_faults"] += 1
-    fault = repr(hop.error) if hop.error is not None else f"answered {value!r}, expected 0 .. {limit}"
-    logger.warning("store.fault", call=hop.name, fault=fault)
-    return 0
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    return value if hop.error is None and is_count and 0 <= value <= limit else None  # type: ignore[operator]
 
 
-def is_fault(hop: Hop[int], limit: int) -> bool:
-    """Return whether a settled store call raised or answered nonsense."""
-    value = hop.result
-    return hop.error is not None or not isinstance(value, int) or not 0 <= value <= limit
+def checked_count(ctx: Context, hop: Hop[int], limit: int) -> int | None:
+    """As :func:`answered_count`, and report a fault."""
+    count = answered_count(hop, limit)
+    if count is None:
+        ctx.metrics.counters["store_faults"] += 1
+        fault = repr(hop.error) if hop.error is not None else f"answered {hop.result!r}, expected 0 .. {limit}"
+        logger.warning("store.fault", call=hop.name, fault=fault)
+    return count
 
 
 async def count_prefix(ctx: Context, store: Store, keys: Sequence[str]) -> int | None:
     """Ask how many keys exist from the first on; None: the store failed or did not answer in time.
 
-    Cancellation: the question is left to end by itself; it owns nothing.
+    Cancellation: ends the question, too; it owns nothing.
     """
     hop = start_store_call(ctx, "count_prefix", lambda stop: store.count_prefix(keys), lambda hop: None)
-    if not await settled_within(ctx.clock, hop.settled, ctx.config.store_timeout_s):
+    hop.stop.tracked = True  # it fills no buffer: torn away, it has ended
+    try:
+        in_time = await settled_within(ctx.clock, hop.settled, ctx.config.store_timeout_s)
+    finally:
+        if hop.task is not None:
+            hop.task.cancel()
+    if not in_time:
         ctx.metrics.counters["store_timeouts"] += 1
         logger.warning(
             "store.fault", call="count_prefix", fault=f"no answer in {ctx.config.store_timeout_s} s"
         )
-        if hop.task is not None:
-            hop.task.cancel()
         return None
-    count = checked_count(ctx, hop, len(keys))
-    return None if is_fault(hop, len(keys)) else count
+    return checked_count(ctx, hop, len(keys))
 
 
 def start_store_call(

@@ -17,7 +17,7 @@ class Charge:
         num_pages: how many count now.
         unread: those that no read has been started for.
         holders: requests that keep the attached pages pinned.
-        is_reading: whether the fetch is still running.
+        is_reading: whether a read is still running.
     """
 
     __slots__ = ("_ctx", "holders", "is_reading", "num_pages", "unread")
@@ -49,11 +49,16 @@ class Charge:
         self.holders -= 1
         self._close_if_over()
 
-    def end_reading(self, num_attached: int) -> None:
-        """Stop counting what was not attached; the caller frees it."""
+    def end_reading(self, num_attached: int, num_hung: int = 0) -> None:
+        """Stop counting what was not attached; the caller frees it.
+
+        Args:
+            num_hung: pages that a read which does not end may still fill: they count until this is
+                called again. So a store that hangs holds a share of the host and no more.
+        """
         self.unread = NO_PAGES
-        self.is_reading = False
-        self._set(num_attached)
+        self.is_reading = num_hung > 0
+        self._set(num_attached + num_hung)
         self._close_if_over()
 
     def _set(self, num_pages: int) -> None:

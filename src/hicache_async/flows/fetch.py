@@ -13,9 +13,9 @@ from ..abc import Store
 from ..config import PrefetchOverflow
 from ..core.hashing import HashChain
 from ..core.node import Node
-from ..core.pool import Owner
+from ..core.pool import NO_PAGES, Owner
 from ..types import Pages, Stop, StopToken, Tier
-from .calls import checked_count, is_fault, start_store_call
+from .calls import answered_count, checked_count, start_store_call
 from .charge import Charge
 from .context import Context, Pinned, settled_within
 from .offload import Offloads
@@ -33,8 +33,12 @@ class Interested(Protocol):
 class Fetch:
     """Reads pages ``[start_page, end_page)`` of a prompt, batch by batch, and attaches each as it settles.
 
-    The last one interested to leave stops it. Its pages belong to the hop that fills them; a batch
-    that settles after the fetch has ended is given back unread.
+    The last one to withdraw stops it, and hears of what was in hand as long as it listens. Its pages
+    belong to the hop that fills them; a batch that settles after the fetch has ended is given back
+    unread.
+
+    Attributes:
+        interested: requests that keep it going.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Fetch:
         self.attached_page = start_page
         self.stop = Stop.COMPLETE
         self.interested: set[Interested] = set()
+        self._listening: set[Interested] = set()
         self.done: asyncio.Future[None] = ctx.loop.create_future()
         self._batch_end = start_page
         self._hop: Hop[int] | None = None
@@ -73,7 +78,17 @@ class Fetch:
         """What single-flight goes by."""
         return self._hashes[self.start_page]
 
+    def join(self, request: Interested) -> None:
+        """Take an interest, and hear of what is attached."""
+        self.interested.add(request)
+        self._listening.add(request)
+
     def leave(self, request: Interested) -> None:
+        """Withdraw interest, and hear no more."""
+        self.withdraw(request)
+        self._listening.discard(request)
+
+    def withdraw(self, request: Interested) -> None:
         """Withdraw interest; the last one out stops the read after the page in hand."""
         self.interested.discard(request)
         if not self.interested and not self.done.done():
@@ -89,7 +104,7 @@ class Fetch:
 
     async def _run(self) -> None:
         try:
-            if self._hold_anchor() and self._reserve():
+            if self.stop is not Stop.STOPPED and self._hold_anchor() and self._reserve():
                 await self._read_all()
         finally:
             self._end()
@@ -137,14 +152,15 @@ class Fetch:
     async def _read_all(self) -> None:
         ctx = self._ctx
         while len(self._charge.unread) and self.stop is not Stop.STOPPED and ctx.reuses:
-            hop = self._hop = self._start_read(self._charge.take_unread(batch_pages(ctx)))
+            pages = self._charge.take_unread(batch_pages(ctx))
+            hop = self._hop = self._start_read(pages)
             if not await settled_within(ctx.clock, hop.settled, ctx.config.store_timeout_s):
                 hop.stop.stop()
                 ctx.metrics.counters["store_timeouts"] += 1
                 self.stop = Stop.STORE_FAULT
                 return
             if self.attached_page < self._batch_end:
-                self._explain_short(hop)
+                self._explain_short(hop, len(pages))
                 return
 
     def _start_read(self, pages: Pages) -> Hop[int]:
@@ -167,9 +183,10 @@ class Fetch:
         # The only place where a batch is published or given back.
         ctx = self._ctx
         del ctx.hop_pages[hop]
-        count = checked_count(ctx, hop, len(pages))
+        count = checked_count(ctx, hop, len(pages)) or 0
         if self.done.done():
             ctx.host_pool.free(pages, Owner.HOP)
+            self._charge.end_reading(self.attached_page - self.start_page)
             return
         anchor = self._anchor
         if anchor is None or not anchor.attached or not ctx.reuses:
@@ -194,7 +211,7 @@ class Fetch:
         self._let_go()
         self._anchor, self._anchor_pin = end, pin
         self.attached_page = end_page
-        for request in self.interested:
+        for request in self._listening:
             request.reached(end, end_page, self._charge)
 
     def _mark_stored(self, end: Node, num_pages: int) -> None:
@@ -205,10 +222,10 @@ class Fetch:
                 node.stored = self._ctx.tree.store_epoch
             node = node.parent
 
-    def _explain_short(self, hop: Hop[int]) -> None:
+    def _explain_short(self, hop: Hop[int], num_pages: int) -> None:
         if self.stop in (Stop.STOPPED, Stop.ANCHOR_NOT_BACKED):
             return
-        if is_fault(hop, self._batch_end - self.start_page):
+        if answered_count(hop, num_pages) is None:
             self.stop = Stop.STORE_FAULT
         else:
             self.stop = hop.stop.reason or Stop.VANISHED
@@ -225,6 +242,7 @@ class Fetch:
         ctx = self._ctx
         self._let_go()
         ctx.host_pool.free(self._charge.unread, Owner.HOP)
-        self._charge.end_reading(self.attached_page - self.start_page)
+        hung = ctx.hop_pages.get(self._hop, NO_PAGES) if self._hop is not None else NO_PAGES
+        self._charge.end_reading(self.attached_page - self.start_page, len(hung))
         self._forget()
         self.done.set_result(None)

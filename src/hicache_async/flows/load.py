@@ -19,7 +19,7 @@ from ..core.pool import NO_PAGES, Owner
 from ..types import Pages, Tier
 from .allocate import DeviceRoom
 from .context import Context, Pinned, resolve
-from .readiness import open_fences, settle_ready, wait_fence
+from .readiness import open_fences, parts, settle_ready, wait_fence
 
 
 @dataclass(slots=True, eq=False)
@@ -234,9 +234,7 @@ class Loads:
         host_pages = np.concatenate(sources) if sources else NO_PAGES
         targets = holding.table.reserved[: len(host_pages)]
         plan = CopyPlan(ctx.kv, ctx.arena, targets, host_pages)
-        after = open_fences(nodes, Tier.HOST)
-        if (writable := holding.table.open_fence()) is not None:
-            after.append(writable)
+        after = [*open_fences(nodes, Tier.HOST), *parts(holding.table.open_fence())]
         fences = ctx.attempt(lambda: ctx.device.host_to_device(plan, after))
         if fences is None:
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ..config import WritePolicy
 from ..core.holding import Holding
@@ -28,7 +28,7 @@ class Movers:
     def __init__(self, ctx: Context, holdings: Callable[[], Iterable[Holding]]) -> None:
         self.ctx = ctx
         self.backups = Backups(ctx, self._offload_idle)
-        self.offloads = Offloads(ctx, self._offloaded)
+        self.offloads = Offloads(ctx, self._offload_over)
         self.device_room = DeviceRoom(ctx, self.offloads, holdings)
         self.loads = Loads(ctx, self.device_room)
 
@@ -44,9 +44,12 @@ class Movers:
         self.back_up(end)
 
     def back_up(self, end: Node) -> None:
-        """See to it that what the host has of the path to ``end`` is stored; makes up for what was missed."""
+        """See to it that what the host has of the path to ``end`` is stored; makes up for what was missed.
+
+        What is still on its way to the host is seen to when it has arrived.
+        """
         for node in reversed(end.path()):
-            if node.host.pages is not None:
+            if self.backups.is_due(node):
                 self.backups.request(node)
                 return
 
@@ -63,8 +66,9 @@ class Movers:
             await self.drain()
         await self.drain()
 
-    def _offloaded(self, node: Node) -> None:
-        self.backups.request(node)
+    def _offload_over(self, ends: Sequence[Node]) -> None:
+        for end in ends:
+            self.back_up(end)
         self.device_room.pump()
 
     def _offload_idle(self, node: Node) -> bool:

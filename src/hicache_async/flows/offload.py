@@ -26,12 +26,13 @@ class Offloads:
     Source and target are pinned until it has been observed.
 
     Args:
-        on_offloaded: called with the deepest node of a finished copy.
+        on_over: called when a copy is over, with the ends of the paths that it was made for; none if it
+            failed.
     """
 
-    def __init__(self, ctx: Context, on_offloaded: Callable[[Node], None]) -> None:
+    def __init__(self, ctx: Context, on_over: Callable[[Sequence[Node]], None]) -> None:
         self._ctx = ctx
-        self._on_offloaded = on_offloaded
+        self._on_over = on_over
         self._hops: set[Hop[None]] = set()
 
     @property
@@ -66,7 +67,7 @@ class Offloads:
         if not taken:
             ctx.metrics.counters["offloads_skipped_no_host_room"] += 1
             return False
-        self._submit(taken)
+        self._submit(taken, end)
         return len(taken) == len(missing)
 
     def _make_room(self, nodes: Sequence[Node], *, evict: bool) -> int:
@@ -93,7 +94,7 @@ class Offloads:
             taken.append(node)
         return taken
 
-    def _submit(self, nodes: Sequence[Node]) -> None:
+    def _submit(self, nodes: Sequence[Node], end: Node) -> None:
         ctx = self._ctx
         sources = [node.device.pages for node in nodes if node.device.pages is not None]
         device_pages = np.concatenate(sources)
@@ -111,7 +112,7 @@ class Offloads:
             start += node.num_pages
         pinned = ctx.pin(nodes[-1], Tier.DEVICE, Tier.HOST)
         ctx.metrics.counters["offloaded_pages"] += len(host_pages)
-        self._watch(fence, [pinned], len(host_pages))
+        self._watch(fence, [pinned], [end])
 
     def submit_evictions(self, moves: Sequence[Move]) -> None:
         """Copy evicted nodes out and free their device pages behind the copy's fence."""
@@ -130,15 +131,17 @@ class Offloads:
             move.node.host.ready = (fence,)
             pins.append(ctx.pin(move.node, Tier.HOST))
         ctx.metrics.counters["offloaded_pages"] += len(host_pages)
-        self._watch(fence, pins, len(host_pages))
+        self._watch(fence, pins, [move.node for move in moves])
 
-    def _watch(self, fence: Fence, pins: Sequence[Pinned], num_pages: int) -> None:
-        settled = partial(self._settled, fence=fence, pins=pins)
+    def _watch(self, fence: Fence, pins: Sequence[Pinned], ends: Sequence[Node]) -> None:
+        settled = partial(self._settled, fence=fence, pins=pins, ends=ends)
         self._hops.add(
             self._ctx.hops.start_call("offload", lambda stop: wait_fence(self._ctx, fence), settled)
         )
 
-    def _settled(self, hop: Hop[None], *, fence: Fence, pins: Sequence[Pinned]) -> None:
+    def _settled(
+        self, hop: Hop[None], *, fence: Fence, pins: Sequence[Pinned], ends: Sequence[Node]
+    ) -> None:
         self._hops.discard(hop)
         ctx = self._ctx
         for pinned in pins:
@@ -147,7 +150,5 @@ class Offloads:
         if hop.error is not None:
             ctx.metrics.counters["failed_copies"] += 1
             logger.warning("copy.failed", direction="device_to_host", fault=repr(hop.error))
-            return
-        for pinned in pins:
-            if pinned.node.attached:
-                self._on_offloaded(pinned.node)
+            ends = ()
+        self._on_over([end for end in ends if end.attached])

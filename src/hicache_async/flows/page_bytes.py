@@ -45,8 +45,8 @@ async def _in_thread(ctx: Context, name: str, fn: Callable[[], None], stop: Stop
     def ended(hop: Hop[None]) -> None:
         stop.job_ended()
 
-    stop.job_started()
     hop = ctx.hops.start_job(name, ctx.threads, fn, ended)
+    stop.job_started()
     await asyncio.wait((hop.settled,))
     if hop.error is not None:
         raise hop.error

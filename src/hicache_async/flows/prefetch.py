@@ -96,7 +96,7 @@ class Prefetch:
             self._stop_reason = reason
             resolve(self._stopped)
             if self._fetch is not None:
-                self._fetch.leave(self)
+                self._fetch.withdraw(self)
         return self.fetched_pages * self._ctx.page_tokens
 
     def _mover_ended(self, task: asyncio.Task[None]) -> None:
@@ -114,19 +114,20 @@ class Prefetch:
         match = holding.match()
         self._start_page = self.attached_page = match.local_pages
         missing = holding.limit_pages - match.local_pages
-        hit, stop = await self._look(match.local_pages, missing)
-        agreed = await ctx.ranks.agree(self._ticket, ((match.local_pages + hit) * ctx.page_tokens,))
+        found, cut_short = await self._look(match.local_pages, missing)
+        unfulfilled = ctx.metrics.unfulfilled
+        unfulfilled[cut_short or Stop.NOT_STORED] += max(0, missing - found) * ctx.page_tokens
+        agreed = await ctx.ranks.agree(self._ticket, ((match.local_pages + found) * ctx.page_tokens,))
         shorter = int(agreed[0]) // ctx.page_tokens - match.local_pages
-        if stop is None and shorter < hit:
-            stop = Stop.PEER_SHORTER
-        hit = max(0, min(hit, shorter))
+        stop = Stop.PEER_SHORTER if cut_short is None and shorter < found else cut_short
+        hit = max(0, min(found, shorter))
         worth = hit * ctx.page_tokens >= ctx.config.effective_prefetch_threshold_tokens
         if hit and not worth and stop is None:
             stop = Stop.BELOW_THRESHOLD
         if hit and worth:
             ended = await self._fetch_up_to(match.local_pages + hit)
             stop = ended if ended is not Stop.COMPLETE or stop is None else stop
-        self._settle(missing, hit, stop or Stop.NOT_STORED)
+        self._settle(found, hit, stop or Stop.NOT_STORED)
 
     async def _look(self, start_page: int, missing: int) -> tuple[int, Stop | None]:
         ctx = self._ctx
@@ -195,21 +196,16 @@ class Prefetch:
             )
         else:
             ctx.metrics.counters["fetches_joined"] += 1
-        fetch.interested.add(self)
+        fetch.join(self)
         self._fetch = fetch
         return fetch
 
-    def _settle(self, missing: int, hit: int, stop: Stop) -> None:
+    def _settle(self, found: int, hit: int, stop: Stop) -> None:
         ctx = self._ctx
         fetched = min(hit, self.fetched_pages)
         if fetched == hit and hit and stop in (Stop.STOPPED, Stop.DEADLINE):
             stop = Stop.COMPLETE
-        unfulfilled = ctx.metrics.unfulfilled
-        if hit:
-            unfulfilled[stop] += (hit - fetched) * ctx.page_tokens
-            unfulfilled[Stop.NOT_STORED] += (missing - hit) * ctx.page_tokens
-        else:
-            unfulfilled[stop] += max(0, missing) * ctx.page_tokens
+        ctx.metrics.unfulfilled[stop] += (found - fetched) * ctx.page_tokens
         result = PrefetchResult(hit * ctx.page_tokens, fetched * ctx.page_tokens, stop)
         logger.debug(
             "prefetch.settled", hit=result.hit_tokens, fetched=result.fetched_tokens, stop=stop.value

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from .._fence import ThreadFence
+from .._fence import AllFences, ThreadFence
 from .._hop import Hop
 from ..abc import Fence
 from ..core.node import Node
@@ -13,16 +13,25 @@ from ..types import Tier
 from .context import Context, Pinned
 
 
-def watch_commit(ctx: Context, node: Node, fence: Fence) -> None:
-    """Keep freshly committed device pages, up to ``node``, until the fence of their forward has passed."""
+def hold_until(ctx: Context, node: Node, fence: Fence, on_over: Callable[[], None]) -> None:
+    """Keep the device pages up to ``node`` until ``fence`` has passed: a forward writes or reads them.
+
+    Those that were committed behind it are usable afterwards, or cut off if it failed.
+
+    Args:
+        on_over: called when nothing is kept any more.
+    """
     pinned = ctx.pin(node, Tier.DEVICE)
-    settled = partial(_commit_settled, ctx, pinned, fence)
-    ctx.hops.start_call("commit.fence", lambda stop: wait_fence(ctx, fence), settled)
+    settled = partial(_forward_over, ctx, pinned, fence, on_over)
+    ctx.hops.start_call("forward.fence", lambda stop: wait_fence(ctx, fence), settled)
 
 
-def _commit_settled(ctx: Context, pinned: Pinned, fence: Fence, hop: Hop[None]) -> None:
+def _forward_over(
+    ctx: Context, pinned: Pinned, fence: Fence, on_over: Callable[[], None], hop: Hop[None]
+) -> None:
     settle_ready(ctx, pinned.node, Tier.DEVICE, fence, hop.error)
     ctx.unpin(pinned)
+    on_over()
 
 
 async def wait_fence(ctx: Context, fence: Fence) -> None:
@@ -40,6 +49,13 @@ def open_fences(nodes: Sequence[Node], tier: Tier) -> list[Fence]:
     queued behind it will then fail, too.
     """
     return list({fence: None for node in nodes for fence in node.copy_in(tier).ready})
+
+
+def parts(fence: Fence | None) -> Sequence[Fence]:
+    """Return what ``fence`` combines, for a device to queue a copy behind."""
+    if fence is None:
+        return ()
+    return fence.fences if isinstance(fence, AllFences) else (fence,)
 
 
 def settle_ready(ctx: Context, node: Node, tier: Tier, fence: Fence, error: BaseException | None) -> None:

@@ -1,0 +1,142 @@
+"""The benchmark harness: it takes turns, reports medians, chooses by name, and runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks.harness import Benchmark, Sample, choose, interleave, measure, timed, timed_async, undone
+from benchmarks.peers import __main__ as peers
+
+ROOT = Path(__file__).parents[1]
+FIELDS = ["name", "params", "value", "unit", "floor", "floor_name", "ratio"]
+
+
+def scripted(name: str, seconds: Sequence[float], calls: list[str]) -> Sample:
+    """Return a sample that gives these seconds in turn and writes down that it was called."""
+    values = iter(seconds)
+
+    async def sample() -> float:
+        calls.append(name)
+        return next(values)
+
+    return sample
+
+
+@pytest.mark.asyncio
+async def test_candidate_and_floor_take_turns() -> None:
+    """Samples alternate, A B A B, and what the warm-ups gave is left out."""
+    calls: list[str] = []
+    pairs = await interleave(
+        scripted("a", [9, 1, 2], calls), scripted("b", [8, 3, 4], calls), rounds=2, warmups=1
+    )
+    assert calls == ["a", "b"] * 3
+    assert pairs == [(1, 3), (2, 4)]
+
+
+@pytest.mark.asyncio
+async def test_a_record_has_medians_in_its_unit_and_their_ratio() -> None:
+    """Value and floor are medians, neither means nor warm-ups, and the ratio is of these."""
+    record = await measure(
+        "family.name",
+        {"size": 64},
+        scripted("a", [900, 0.001, 0.006, 0.1], []),
+        scripted("b", [800, 0.002, 0.004, 0.003], []),
+        floor_name="the floor",
+        unit="ms",
+        rounds=3,
+    )
+    fields = record.as_dict()
+    assert list(fields)[: len(FIELDS)] == FIELDS
+    assert [fields[name] for name in FIELDS] == [
+        "family.name",
+        {"size": 64},
+        6.0,
+        "ms",
+        3.0,
+        "the floor",
+        2.0,
+    ]
+    assert json.loads(json.dumps(fields)) == fields
+
+
+@pytest.mark.asyncio
+async def test_samples_count_calls_and_undo_what_they_did() -> None:
+    """A sample does its work as often as said, and what undoes it comes after each."""
+    calls: list[str] = []
+
+    async def work() -> None:
+        calls.append("work")
+
+    async def undo() -> None:
+        calls.append("undo")
+
+    await undone(timed(lambda: calls.append("sync"), repeats=3), undo)()
+    await undone(timed_async(work, pieces=2), undo)()
+    assert calls == ["sync", "sync", "sync", "undo", "work", "undo"]
+
+
+def test_only_chooses_by_the_beginning_of_the_name() -> None:
+    """A prefix picks all names that begin with it, the empty one every name."""
+    benchmarks = [
+        Benchmark(name, command.BENCHMARKS[0].records) for name in ("tree.match", "tree.hash", "file.read")
+    ]
+    assert [one.name for one in choose(benchmarks, "tree.")] == ["tree.match", "tree.hash"]
+    assert choose(benchmarks, "") == benchmarks
+    assert choose(benchmarks, "match") == []
+
+
+@pytest.mark.parametrize("main", [command.main, lambda options: peers.main(["unused", *options])])
+def test_a_prefix_of_nothing_is_an_error(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """When nothing matches the exit status is not 0, and the message names what there is."""
+    assert main(["--only", "nothing"]) != 0
+    shown = capsys.readouterr()
+    assert shown.out == "" and "'nothing'" in shown.err
+
+
+def test_a_quick_run_prints_one_json_object_a_line() -> None:
+    """The command prints a record for each number of nodes, and nothing else, on standard output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--quick", "--only", "tree.match", "--format", "json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [record["params"]["nodes"] for record in records] == [1, 8, 16, 512]
+    for record in records:
+        assert set(FIELDS) <= record.keys()
+        assert record["name"] == "tree.match"
+        assert record["value"] > 0 and record["floor"] > 0 and record["ratio"] > 0
+
+
+def test_peers_alternate_and_are_compared_by_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round runs one process of each side, and the ratio is ours over theirs."""
+    calls: list[str] = []
+    seconds = {"ours": iter([[1.0, 2.0], [3.0]]), "theirs": iter([[4.0], [4.0, 8.0]])}
+
+    def run_side(directory: Path, family: str, side: str, records: Sequence[str]) -> dict[str, list[float]]:
+        calls.append(side)
+        return {"flow.x": next(seconds[side])}
+
+    monkeypatch.setattr(peers, "prepare", lambda directory, side: calls.append(f"prepare {side}"))
+    monkeypatch.setattr(peers, "run_side", run_side)
+    suite = peers.Suite("theirs", "flow", {"flow.x": "ms"})
+    (line,) = peers.compare(Path("unused"), suite, ["flow.x"], rounds=2)
+    assert calls == ["prepare ours", "prepare theirs", "ours", "theirs", "ours", "theirs"]
+    assert (line["name"], line["ours"], line["theirs"], line["ratio"]) == (
+        "theirs.flow.x",
+        2000.0,
+        4000.0,
+        0.5,
+    )
