@@ -119,12 +119,13 @@ class TreeMachine(RuleBasedStateMachine):
         left = {DEVICE: 0, HOST: 0}
         for prefix, tiers in before.items():
             now = after.get(prefix, {})
-            for held_in, page in tiers.items():
-                left[held_in] += now.get(held_in) != page
-            if now.get(HOST, tiers.get(HOST)) != tiers.get(HOST):
+            is_moved = now.get(HOST) in moved
+            if is_moved:
                 arrived.add(now[HOST])
                 assert DEVICE in tiers and DEVICE not in now, "only what leaves the device moves to the host"
-            assert now.get(DEVICE, tiers.get(DEVICE)) == tiers.get(DEVICE), "a device page changed its place"
+            for held_in, page in tiers.items():
+                left[held_in] += held_in not in now or (held_in is HOST and is_moved)
+                assert now.get(held_in, page) == page or is_moved, "a page changed its place"
         assert after.keys() <= before.keys() and arrived == moved
         assert tier is DEVICE or not left[DEVICE]
         assert self.world.write_back or not plan.moves

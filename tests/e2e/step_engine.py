@@ -78,6 +78,7 @@ class StepEngine:
         self._running: list[_Request] = []
         self._fence: HostFence | None = None
         self._wake = asyncio.Event()
+        self._arrivals: asyncio.Queue[str] = asyncio.Queue()
 
     async def serve(self, name: str, tokens: list[int]) -> Books:
         """Be the task of one request; its cancellation is a client that hangs up."""
@@ -87,6 +88,7 @@ class StepEngine:
             answered: asyncio.Future[Books] = asyncio.get_running_loop().create_future()
             request = _Request(lease.keep(), loading, tokens, loading.tokens, answered)
             self._admitted.append(request)
+        self._arrivals.put_nowait(name)
         self._wake.set()
         try:
             return await answered
@@ -103,6 +105,11 @@ class StepEngine:
         self.gate.clear()
         self.in_forward.clear()
         assert await asyncio.to_thread(self.in_forward.wait, LIMIT_S)
+
+    async def admitted(self, name: str) -> None:
+        """Return when a request has loaded what it could and waits for the next step."""
+        while await self._arrivals.get() != name:
+            pass
 
     async def run(self) -> None:
         """Be the engine's loop."""
@@ -124,6 +131,9 @@ class StepEngine:
             batch = [request for request in self._running if request.pages]
             if batch:
                 await self._step(batch)
+            elif self._running:  # pages come back when the last fence has been observed
+                first = self._running[0]
+                await first.lease.allocate(first.next_stop)
             else:
                 self._wake.clear()
                 await self._wake.wait()

@@ -36,9 +36,10 @@ async def _hang_up_in_mid_forward(cache: HiCache, engine: StepEngine) -> None:
     gone.cancel()
     again = asyncio.create_task(engine.serve("again", prompt(1)))
     await asyncio.wait([gone])
-    await cache.admin.flush()
-    while cache.stats().hops:  # what can be loaded by now is loaded, under the running forward
-        await asyncio.sleep(0)
+    await engine.admitted("again")
+    loads = [hop.settled for hop in cache._ctx.hops.live if hop.name == "load"]
+    if loads:  # what can be loaded under the running forward is loaded
+        await asyncio.wait(loads)
     engine.gate.set()
     books = await again
     assert books.device + books.host + books.computed == 25

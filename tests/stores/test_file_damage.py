@@ -13,6 +13,7 @@ import pytest
 from hicache_async.stores import FileStore
 from hicache_async.stores._names import key_bytes, object_name
 from hicache_async.stores._object import payload_offset, read_object, write_object
+from hicache_async.types import Stop, StopToken
 from tests.stores.pages import PAGE_NBYTES, page_of, read, write
 
 KEY = "key1"
@@ -46,6 +47,11 @@ def become(make: Callable[[Path], object]) -> Callable[[Path, Path], None]:
         make(path)
 
     return damage
+
+
+def link_to_good(path: Path, other: Path) -> None:
+    path.rename(path.with_name("good"))
+    path.symlink_to("good")
 
 
 def other_length(path: Path, other: Path) -> None:
@@ -89,7 +95,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], None], str, bool]] = {
     "a directory": (become(lambda path: path.mkdir()), "not_a_file", False),
     "a FIFO": (become(lambda path: os.mkfifo(path)), "unreadable", False),
     "a link to nowhere": (become(lambda path: path.symlink_to("nowhere")), "unreadable", False),
-    "a link to another": (become(lambda path: path.symlink_to(path.with_name("x"))), "unreadable", False),
+    "a link to a good one": (link_to_good, "unreadable", False),
 }
 
 
@@ -110,6 +116,30 @@ async def test_a_damaged_object_is_a_miss(store: FileStore, name: str) -> None:
         assert await store.count_prefix(["key0", KEY, OTHER]) == 1
         assert await write(store, KEY) == 1
         assert await read(store, "key0", KEY, OTHER) == 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("removed", Stop.VANISHED),
+        ("swapped", Stop.CORRUPT),
+        ("emptied", Stop.CORRUPT),
+        ("a FIFO", Stop.STORE_FAULT),
+    ],
+)
+async def test_the_token_says_why_a_read_came_back_short(store: FileStore, name: str, reason: Stop) -> None:
+    """Gone, damaged and unreadable are told apart; a whole read and a stopped one give no reason."""
+    await write(store, "key0", KEY, OTHER)
+    token, stopped = StopToken(), StopToken()
+    stopped.stop()
+    into = [memoryview(bytearray(PAGE_NBYTES)) for _ in range(3)]
+    assert await store.read(["key0", KEY, OTHER], into, token) == 3
+    assert await store.read(["key0", KEY, OTHER], into, stopped) == 0
+    assert (token.reason, stopped.reason) == (None, None)
+    DAMAGES[name][0](path_of(store, KEY), path_of(store, OTHER))
+    assert await store.read(["key0", KEY, OTHER], into, token) == 1
+    assert token.reason is reason
 
 
 @pytest.mark.asyncio

@@ -9,7 +9,7 @@ import pytest
 from hicache_async.abc import SupportsDelete, SupportsListing
 from hicache_async.errors import ConfigError, StoreUnavailable
 from hicache_async.stores import MemoryStore, open_store
-from hicache_async.types import StopToken
+from hicache_async.types import Stop, StopToken
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.every_loop]
 
@@ -40,7 +40,9 @@ async def test_counts_end_at_the_first_absent_key() -> None:
     await store.write(["a", "c"], views(b"1", b"3"))
     assert await store.count_prefix(["a", "b", "c"]) == 1
     into = views(b".", b".", b".")
-    assert await store.read(["a", "b", "c"], into, StopToken()) == 1
+    stop = StopToken()
+    assert await store.read(["a", "b", "c"], into, stop) == 1
+    assert stop.reason is Stop.VANISHED
     assert b"".join(into) == b"1.."
 
 
@@ -88,6 +90,7 @@ async def test_a_stopped_read_ends_between_pages() -> None:
     stop = StopToken()
     stop.stop()
     assert await store.read(["a"], views(b"."), stop) == 0
+    assert stop.reason is None
     assert stop.tracked
     assert not stop.busy
 

@@ -125,14 +125,15 @@ class DeviceRoom:
                 return
 
     def _is_stuck(self) -> bool:
-        # What runs and keeps device pages gives them back one day; a call of the store keeps none.
         ctx = self._ctx
-        if ctx.device_pool.settling() or self.step.holds_pages or not self._offloads.is_idle:
-            return False
-        if any(Tier.DEVICE in pinned.tiers for pinned in ctx.moves):
+        if ctx.device_pool.settling() or self.step.holds_pages or (ctx.reuses and self._is_moving()):
             return False
         waiting = {waiter.holding for waiter in self._waiters}
         return not any(holding not in waiting and holding.table.holds_pages for holding in self._holdings())
+
+    def _is_moving(self) -> bool:
+        # Whether something runs whose end lets device pages go; a call of the store keeps none.
+        return not self._offloads.is_idle or any(Tier.DEVICE in move.tiers for move in self._ctx.moves)
 
     def _refuse(self, waiter: _Waiter) -> None:
         if waiter.granted.done():

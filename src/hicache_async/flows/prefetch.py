@@ -57,9 +57,11 @@ class Prefetch:
     async def settled(self) -> PrefetchResult:
         """Return what was found and brought, once the prefetch has ended.
 
-        Raises: InvariantError: the cache has failed. Cancellation: ends the wait only.
+        Raises: InvariantError: the cache has failed; ClosedError: it was closed.
+        Cancellation: ends the wait only.
         """
         await asyncio.wait((self._result,))
+        self._ctx.check_open()
         return self._result.result()
 
     def reached(self, node: Node, end_page: int, charge: Charge) -> None:

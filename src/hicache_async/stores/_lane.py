@@ -35,7 +35,7 @@ class Kind(enum.Enum):
 
 
 class JobLimit(NamedTuple):
-    """When a job is full: it moves enough to make its hop cheap, and little enough to free its lane soon."""
+    """When a job is full: large enough to make its hop cheap, and soon done, in a millisecond or so."""
 
     num_items: int
     nbytes: int
@@ -49,7 +49,7 @@ JOB_LIMITS = {
 
 
 class Call:
-    """One read, write or lookup under way. Fields belong to the loop; threads look at ``wanted`` only.
+    """One read, write or lookup under way. The loop owns its fields; threads read ``stop`` and ``wanted``.
 
     Args:
         perform: does one item in a thread; returns None, or why the call's count ends before it.

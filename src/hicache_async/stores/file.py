@@ -71,7 +71,9 @@ class FileStore:
         self._directory = _private_directory() if root is None else ObjectDirectory(os.path.abspath(root))
         self._num_lanes = num_lanes or min(os.cpu_count() or 1, _MAX_DEFAULT_LANES)
         self._own_threads = threads is None
-        self._threads = threads or DaemonThreads(self._num_lanes + 1, "hicache-store")
+        self._threads: Executor = (
+            DaemonThreads(self._num_lanes + 1, "hicache-store") if threads is None else threads
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: Lanes | None = None
         self._closed = False

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Self
 
 from ..errors import ConfigError, StoreUnavailable
-from ..types import StopToken
+from ..types import Stop, StopToken
 from ._buffers import check_buffers
 from ._url import url_options
 
@@ -60,7 +60,10 @@ class MemoryStore:
             for count, (key, buffer) in enumerate(zip(keys, into, strict=True)):
                 await turn.spend(buffer.nbytes)
                 payload = self._objects.get(key)
-                if stop.stopped or payload is None or len(payload) != buffer.nbytes:
+                if stop.stopped:
+                    return count
+                if payload is None or len(payload) != buffer.nbytes:
+                    stop.reason = Stop.VANISHED
                     return count
                 buffer[:] = payload
                 self._touch(key)

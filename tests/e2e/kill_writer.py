@@ -1,0 +1,40 @@
+"""A process to be killed: it computes and backs up golden pages as fast as it can, and names each prompt it did.
+
+    python -m tests.e2e.kill_writer DIRECTORY
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+
+import torch
+
+from hicache_async import DeviceKV
+from tests.toy_engine import NUM_LAYERS, PAGE_SIZE, open_cache, prompt, serve
+
+PAGES_EACH = 8
+
+
+def make_big_kv() -> DeviceKV:
+    """Return tensors whose pages are 128 KiB, so that a kill meets one that is being written."""
+    k, v = ([torch.zeros(64, PAGE_SIZE, 32, 64) for _ in range(NUM_LAYERS)] for _ in "kv")
+    return DeviceKV.from_layers(k, v)
+
+
+def prompt_of(number: int) -> list[int]:
+    """Return the tokens of one prompt of the writer."""
+    return prompt(number, PAGES_EACH * PAGE_SIZE + 1)
+
+
+async def main(directory: str) -> None:
+    """Write until killed."""
+    async with open_cache(kv=make_big_kv(), store=f"file://{directory}") as cache:
+        for number in itertools.count():
+            await serve(cache, f"request {number}", prompt_of(number))
+            print(number, flush=True)  # noqa: T201 - what its parent waits for
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
