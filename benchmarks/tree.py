@@ -41,7 +41,7 @@ def chain_tree(key: TokenKey, num_nodes: int) -> PrefixTree:
 async def match_records(quick: bool) -> AsyncIterator[Record]:
     """Match a prompt of 32,768 tokens that is all there, by its key, marking the path as used."""
     for num_nodes in NODES:
-        yield await _match(num_nodes, rounds=3 if quick else 151)
+        yield await _match(num_nodes, rounds=3 if quick else 101)
 
 
 async def _match(num_nodes: int, rounds: int) -> Record:
@@ -53,8 +53,8 @@ async def _match(num_nodes: int, rounds: int) -> Record:
     return await measure(
         "tree.match",
         {"nodes": num_nodes, "tokens": NUM_TOKENS, "page_size": PAGE_SIZE},
-        timed(lambda: tree.match(CHAIN.seed, key.data, NUM_PAGES), repeats=20 if num_nodes < 100 else 4),
-        timed(lambda: one == other, repeats=50),
+        timed(lambda: tree.match(CHAIN.seed, key.data, NUM_PAGES), repeats=100 if num_nodes < 100 else 20),
+        timed(lambda: one == other, repeats=100),
         floor_name="memcmp of the same bytes",
         unit="us",
         rounds=rounds,

@@ -130,7 +130,7 @@ async def converse(model: Llama, tokenizer: Tokenizer, say: Callable[[str], None
             conversation = Conversation(tokenizer, recompute, say)
             async with open_engine(model, tokenizer, directory) as engine:
                 ask = with_progress(engine)
-                await conversation.turn("cold", ask)
+                await conversation.turn("cold", with_progress(engine, DOCUMENT_TOKENS))
                 await engine.cache.admin.flush()
                 stored = stored_pages(directory)
                 await conversation.turn("next turn", ask)
@@ -141,7 +141,7 @@ async def converse(model: Llama, tokenizer: Tokenizer, say: Callable[[str], None
             await conversation.turn("restart", partial(ask_new_process, directory))
             damage(stored[len(stored) // 2])
             async with open_engine(model, tokenizer, directory) as engine:
-                await conversation.turn("damaged", with_progress(engine))
+                await conversation.turn("damaged", with_progress(engine, DOCUMENT_TOKENS // 2))
     return conversation.rows
 
 
@@ -188,18 +188,18 @@ async def push_out(engine: PagedEngine, tokenizer: Tokenizer, tier: Tier) -> Non
             )
 
 
-def with_progress(engine: PagedEngine) -> Ask:
-    """Return what asks ``engine`` behind a progress bar."""
+def with_progress(engine: PagedEngine, num_tokens: int | None = None) -> Ask:
+    """Return what asks ``engine`` and shows how many tokens it computes, of about ``num_tokens``."""
 
     async def ask(name: str, prompt: list[int]) -> Answer:
-        with progress(engine, name, len(prompt)):
+        with progress(engine, name, num_tokens):
             return await engine.generate(name, prompt)
 
     return ask
 
 
 @contextlib.contextmanager
-def progress(engine: PagedEngine, what: str, num_tokens: int) -> Iterator[None]:
+def progress(engine: PagedEngine, what: str, num_tokens: int | None) -> Iterator[None]:
     """Show a bar of the tokens that ``engine`` computes."""
     with tqdm(total=num_tokens, desc=what, unit="token", leave=False) as bar:
         engine.on_computed = bar.update

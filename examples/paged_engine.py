@@ -148,7 +148,9 @@ class PagedEngine:
         Cancellation: the client hangs up. A running request leaves the batch at the next step.
         """
         if not prompt or max(prompt) >= self.model.config.vocab_size:
-            raise ValueError(f"a prompt is one token or more, below {self.model.config.vocab_size} each")
+            raise ValueError(f"a prompt is one token or more, each below {self.model.config.vocab_size}")
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens is {max_tokens}; it must be 1 or more")
         submitted_at = time.perf_counter()
         total_tokens = len(prompt) + max_tokens
         # Another salt is another world: without reuse nobody's pages are found.
@@ -168,7 +170,7 @@ class PagedEngine:
                 max_tokens=total_tokens,
                 lease=lease.keep(),  # from here on the engine's loop releases it
                 loading=loading,
-                pages=torch.as_tensor(lease.pages.copy()),
+                pages=torch.as_tensor(lease.pages),
                 pages_after=allocation.after,
                 submitted_at=submitted_at,
                 answered=asyncio.get_running_loop().create_future(),
@@ -190,9 +192,10 @@ class PagedEngine:
                 fence = self.cache.host_fence()
                 batch = list(self._running)
                 work = asyncio.get_running_loop().run_in_executor(self._thread, self._step, batch, fence)
-                for request, token in zip(batch, await work, strict=True):
+                await asyncio.wait([work])  # a cancel ends this wait, never the step, which sets its fence
+                for request, token in zip(batch, work.result(), strict=True):
                     self._advance(request, token)
-        except Exception as error:  # of the model: nobody waits for ever for its answer
+        except Exception as error:  # whatever it was, nobody waits for ever for an answer
             for request in self._running:
                 if not request.answered.done():
                     request.answered.set_exception(error)

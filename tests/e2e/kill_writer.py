@@ -33,6 +33,8 @@ async def main(directory: str) -> None:
     async with open_cache(kv=make_big_kv(), store=f"file://{directory}") as cache:
         for number in itertools.count():
             await serve(cache, f"request {number}", prompt_of(number))
+            if number == 0:
+                await cache.admin.flush()  # so that something is stored whenever the kill comes
             print(number, flush=True)  # noqa: T201 - what its parent waits for
 
 

@@ -13,7 +13,7 @@ from .._log import logger
 from ..abc import Store
 from ..core.node import Node
 from ..types import Pages, StopToken, Tier
-from .calls import answered_count, checked_count, start_store_call
+from .calls import answered_count, fault_of, start_store_call
 from .context import Context, Pinned, settled_within
 from .page_bytes import batch_pages, filled_views
 
@@ -132,16 +132,18 @@ class Backups:
 
     def _settled(self, hop: Hop[int], *, pinned: Pinned, pages: Pages, epoch: int) -> None:
         ctx = self._ctx
-        count = checked_count(ctx, hop, len(pages)) or 0
+        answer = answered_count(hop, len(pages))
+        count = answer or 0
         if epoch == ctx.tree.store_epoch:
             self._mark_stored(pinned.node, len(pages), count, epoch)
         ctx.unpin(pinned)
         ctx.metrics.counters["backed_up_pages"] += count
-        if count == len(pages):
-            self._healthy = True
-        else:
-            ctx.metrics.counters["backup_pages_failed"] += len(pages) - count
-            self._note_health(False, f"{count} of {len(pages)} pages were written")
+        ctx.metrics.counters["backup_pages_failed"] += len(pages) - count
+        if answer is None:
+            ctx.metrics.counters["store_faults"] += 1
+            self._note_health(False, fault_of(hop, len(pages)))
+        else:  # of a store that got full in the middle the next call tells more
+            self._note_health(count > 0, f"0 of {len(pages)} pages were written")
 
     def _mark_stored(self, last: Node, num_pages: int, count: int, epoch: int) -> None:
         # The batch is the `num_pages` above the end of `last`, however they were split meanwhile.

@@ -23,9 +23,13 @@ def checked_count(ctx: Context, hop: Hop[int], limit: int) -> int | None:
     count = answered_count(hop, limit)
     if count is None:
         ctx.metrics.counters["store_faults"] += 1
-        fault = repr(hop.error) if hop.error is not None else f"answered {hop.result!r}, expected 0 .. {limit}"
-        logger.warning("store.fault", call=hop.name, fault=fault)
+        logger.warning("store.fault", call=hop.name, fault=fault_of(hop, limit))
     return count
+
+
+def fault_of(hop: Hop[int], limit: int) -> str:
+    """Say what is wrong with the answer of a settled store call."""
+    return repr(hop.error) if hop.error is not None else f"answered {hop.result!r}, expected 0 .. {limit}"
 
 
 async def count_prefix(ctx: Context, store: Store, keys: Sequence[str]) -> int | None:

@@ -41,8 +41,7 @@ class Prefetch:
         self._stop_reason: Stop | None = None
         self._stopped: asyncio.Future[None] = ctx.loop.create_future()
         self._result: asyncio.Future[PrefetchResult] = ctx.loop.create_future()
-        match = holding.match()
-        asked = (holding.limit_pages - match.local_pages) * ctx.page_tokens
+        asked = (holding.limit_pages - self._local_pages()) * ctx.page_tokens
         deadline_s = policy.deadline_s(asked, ctx.config)
         self._timer: TimerHandle | None = None
         if deadline_s is not None:
@@ -113,23 +112,25 @@ class Prefetch:
 
     async def _run(self) -> None:
         ctx, holding = self._ctx, self._holding
-        match = holding.match()
-        self._start_page = self.attached_page = match.local_pages
-        missing = holding.limit_pages - match.local_pages
-        found, cut_short = await self._look(match.local_pages, missing)
+        start_page = self._start_page = self.attached_page = self._local_pages()
+        missing = holding.limit_pages - start_page
+        found, cut_short = await self._look(start_page, missing)
         unfulfilled = ctx.metrics.unfulfilled
         unfulfilled[cut_short or Stop.NOT_STORED] += max(0, missing - found) * ctx.page_tokens
-        agreed = await ctx.ranks.agree(self._ticket, ((match.local_pages + found) * ctx.page_tokens,))
-        shorter = int(agreed[0]) // ctx.page_tokens - match.local_pages
+        agreed = await ctx.ranks.agree(self._ticket, ((start_page + found) * ctx.page_tokens,))
+        shorter = int(agreed[0]) // ctx.page_tokens - start_page
         stop = Stop.PEER_SHORTER if cut_short is None and shorter < found else cut_short
         hit = max(0, min(found, shorter))
         worth = hit * ctx.page_tokens >= ctx.config.effective_prefetch_threshold_tokens
         if hit and not worth and stop is None:
             stop = Stop.BELOW_THRESHOLD
         if hit and worth:
-            ended = await self._fetch_up_to(match.local_pages + hit)
+            ended = await self._fetch_up_to(start_page + hit)
             stop = ended if ended is not Stop.COMPLETE or stop is None else stop
         self._settle(found, hit, stop or Stop.NOT_STORED)
+
+    def _local_pages(self) -> int:
+        return self._holding.match().local_pages if self._ctx.reuses else 0
 
     async def _look(self, start_page: int, missing: int) -> tuple[int, Stop | None]:
         ctx = self._ctx
@@ -164,15 +165,15 @@ class Prefetch:
         return None
 
     async def _fetch_up_to(self, goal: int) -> Stop:
-        ctx, holding = self._ctx, self._holding
+        ctx = self._ctx
         before = -1
         while self._stop_reason is None:
-            match = holding.match()
-            if match.local_pages >= goal:
+            local_pages = self._local_pages()
+            if local_pages >= goal:
                 return Stop.COMPLETE
-            if match.local_pages <= before:
+            if local_pages <= before:
                 return Stop.VANISHED
-            fetch = self._join(match.local_pages, goal)
+            fetch = self._join(local_pages, goal)
             if fetch is None:
                 return Stop.DETACHED
             await asyncio.wait((fetch.done, self._stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -181,7 +182,7 @@ class Prefetch:
             fetch.leave(self)
             self._fetch = None
             if self._stop_reason is None and fetch.stop is Stop.COMPLETE:
-                before = match.local_pages
+                before = local_pages
             elif self._stop_reason is None and fetch.stop is not Stop.STOPPED:
                 return fetch.stop
         return self._stop_reason

@@ -234,7 +234,7 @@ class FileStore:
         """Log once for each kind of failure: a full disk would fill the log too."""
         if error.errno not in self._logged_errnos:
             self._logged_errnos.add(error.errno)
-            logger.warning("store.unwritable", root=self.root, error=str(error))
+            logger.info("store.unwritable", root=self.root, error=str(error))
 
 
 def _private_directory() -> ObjectDirectory:
