@@ -1,53 +1,151 @@
-"""An asyncio-native three-tier KV cache for LLM serving: device, host memory, and a store."""
+"""An asyncio-native three-tier KV cache for LLM serving: device, host memory, and a store.
 
-from .abc import (
-    Clock,
-    CopyPlan,
-    Device,
-    DevicePool,
-    Fence,
-    HostFence,
-    PagedBytes,
-    Ranks,
-    Store,
-    SupportsDelete,
-    SupportsListing,
-)
-from .admin import Admin
-from .cache import HiCache
-from .config import (
-    CacheConfig,
-    HostLayout,
-    IoMode,
-    KeyScheme,
-    PrefetchMode,
-    PrefetchOverflow,
-    PrefetchPolicy,
-    RankLoss,
-    WritePolicy,
-)
-from .core.tokens import TokenKey
-from .device.cpu import CpuDevice
-from .errors import (
-    CapacityError,
-    ClosedError,
-    ConfigError,
-    ConsensusError,
-    CorruptObject,
-    HiCacheError,
-    InvariantError,
-    LeaseError,
-    NamespaceError,
-    StoreError,
-    StoreUnavailable,
-    WrongLoopError,
-)
-from .lease import Allocation, Loading, Prefetch, PrefixLease
-from .memory.device_kv import DeviceKV
-from .ranks.solo import SoloRanks
-from .step import StepBatch, StepGrant, StepResult
-from .stores.registry import open_store, register_store
-from .types import Books, CacheStats, PrefetchResult, Residency, State, Stop, StopToken, Tier, TierStats
+The names below are imported when first used, so that ``import hicache_async`` and its stores do not
+wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .abc import (
+        Clock,
+        CopyPlan,
+        Device,
+        DevicePool,
+        Fence,
+        HostFence,
+        PagedBytes,
+        Ranks,
+        Store,
+        SupportsDelete,
+        SupportsListing,
+    )
+    from .admin import Admin
+    from .cache import HiCache
+    from .config import (
+        CacheConfig,
+        HostLayout,
+        IoMode,
+        KeyScheme,
+        PrefetchMode,
+        PrefetchOverflow,
+        PrefetchPolicy,
+        RankLoss,
+        WritePolicy,
+    )
+    from .core.tokens import TokenKey
+    from .device.cpu import CpuDevice
+    from .errors import (
+        CapacityError,
+        ClosedError,
+        ConfigError,
+        ConsensusError,
+        CorruptObject,
+        HiCacheError,
+        InvariantError,
+        LeaseError,
+        NamespaceError,
+        StoreError,
+        StoreUnavailable,
+        WrongLoopError,
+    )
+    from .lease import Allocation, Loading, Prefetch, PrefixLease
+    from .memory.device_kv import DeviceKV
+    from .ranks.solo import SoloRanks
+    from .step import StepBatch, StepGrant, StepResult
+    from .stores.registry import open_store, register_store
+    from .types import Books, CacheStats, PrefetchResult, Residency, State, Stop, StopToken, Tier, TierStats
+
+_HOMES = {
+    "abc": (
+        "Clock",
+        "CopyPlan",
+        "Device",
+        "DevicePool",
+        "Fence",
+        "HostFence",
+        "PagedBytes",
+        "Ranks",
+        "Store",
+        "SupportsDelete",
+        "SupportsListing",
+    ),
+    "admin": ("Admin",),
+    "cache": ("HiCache",),
+    "config": (
+        "CacheConfig",
+        "HostLayout",
+        "IoMode",
+        "KeyScheme",
+        "PrefetchMode",
+        "PrefetchOverflow",
+        "PrefetchPolicy",
+        "RankLoss",
+        "WritePolicy",
+    ),
+    "core.tokens": ("TokenKey",),
+    "device.cpu": ("CpuDevice",),
+    "errors": (
+        "CapacityError",
+        "ClosedError",
+        "ConfigError",
+        "ConsensusError",
+        "CorruptObject",
+        "HiCacheError",
+        "InvariantError",
+        "LeaseError",
+        "NamespaceError",
+        "StoreError",
+        "StoreUnavailable",
+        "WrongLoopError",
+    ),
+    "lease": (
+        "Allocation",
+        "Loading",
+        "Prefetch",
+        "PrefixLease",
+    ),
+    "memory.device_kv": ("DeviceKV",),
+    "ranks.solo": ("SoloRanks",),
+    "step": (
+        "StepBatch",
+        "StepGrant",
+        "StepResult",
+    ),
+    "stores.registry": (
+        "open_store",
+        "register_store",
+    ),
+    "types": (
+        "Books",
+        "CacheStats",
+        "PrefetchResult",
+        "Residency",
+        "State",
+        "Stop",
+        "StopToken",
+        "Tier",
+        "TierStats",
+    ),
+}
+"""Where each public name lives."""
+
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    module = _HOME_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})
+
 
 __all__ = [
     "Admin",

@@ -126,7 +126,9 @@ PAIR = st.tuples(st.binary(max_size=12), st.none() | TEXT)
 
 @given(PAIR, PAIR)
 @QUICK
-def test_different_pairs_have_different_seeds(one: tuple[bytes, str | None], two: tuple[bytes, str | None]) -> None:
+def test_different_pairs_have_different_seeds(
+    one: tuple[bytes, str | None], two: tuple[bytes, str | None]
+) -> None:
     """Two pairs of salt and adapter share a seed only if they are equal."""
     assert (chain_seed(*one) == chain_seed(*two)) == (one == two)
 

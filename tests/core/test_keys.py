@@ -92,7 +92,10 @@ def test_hash_stands_first_and_order_is_kept() -> None:
         ({"tp_size": 4, "tp_rank": 3}, "3_4"),
         ({"pp_size": 2, "pp_rank": 1}, "0_1_2_1"),
         ({"cp_size": 2, "cp_rank": 1}, "0_1_cp1_2"),
-        ({"tp_size": 2, "tp_rank": 1, "pp_size": 4, "pp_rank": 3, "cp_size": 8, "cp_rank": 5}, "1_2_4_3_cp5_8"),
+        (
+            {"tp_size": 2, "tp_rank": 1, "pp_size": 4, "pp_rank": 3, "cp_size": 8, "cp_rank": 5},
+            "1_2_4_3_cp5_8",
+        ),
     ],
 )
 def test_name_forms(grid: dict[str, int], tail: str) -> None:
@@ -129,7 +132,9 @@ def test_ranks_share_a_name_exactly_when_they_hold_the_same_bytes(replicated: bo
     assert set(writers.values()) == {1}
 
 
-MODEL_ID = st.text(st.sampled_from("ab/-_.%2fF5 é\x00") | st.characters(exclude_categories=["Cs"]), max_size=8)
+MODEL_ID = st.text(
+    st.sampled_from("ab/-_.%2fF5 é\x00") | st.characters(exclude_categories=["Cs"]), max_size=8
+)
 
 
 @given(MODEL_ID)
@@ -138,7 +143,7 @@ def test_escaping_can_be_undone(model_id: str) -> None:
     """The escaped name gives back the model id, so no two ids share one; it is safe in a file's name."""
     escaped = escape_model_id(model_id)
     assert unquote(escaped, errors="strict") == model_id
-    assert escaped.isascii() and not set(escaped) & set("/_ \x00\\:*?\"<>|")
+    assert escaped.isascii() and not set(escaped) & set('/_ \x00\\:*?"<>|')
 
 
 @given(MODEL_ID, MODEL_ID)

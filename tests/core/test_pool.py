@@ -143,22 +143,26 @@ def test_a_second_free_is_refused_and_hurts_nobody() -> None:
     assert pool.take(2, Owner.HOP, fenced=True).pages.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize(("handed_out", "named"), [([0], "0 is lease"), ([2, 2], "[1, 2, 2]"), ([9], "no pages [9]")])
+@pytest.mark.parametrize(
+    ("handed_out", "named"), [([0], "0 is lease"), ([4, 4], "[1, 2, 4, 4]"), ([9], "no pages [9]")]
+)
 def test_a_free_list_that_hands_out_a_used_page_is_caught(handed_out: list[int], named: str) -> None:
     """A page that the engine's free list gives out twice raises; list and book are as before."""
-    engine = EnginePool(4)
-    pool = PagePool("device", engine, 4)
+    engine = EnginePool(6)
+    pool = PagePool("device", engine, 6)
     pool.take(1, Owner.LEASE, fenced=True)
-    fence = OpenFence()
-    pool.free(pool.take(1, Owner.LEASE, fenced=True).pages, Owner.LEASE, after=fence)
+    fences = [OpenFence(), OpenFence()]
+    for fence in fences:
+        pool.free(pool.take(1, Owner.LEASE, fenced=True).pages, Owner.LEASE, after=fence)
+    pool.take(1, Owner.TREE, fenced=True)
     engine.next = handed_out
     before = snapshot(pool)
     with pytest.raises(InvariantError, match=re.escape(named)):
-        pool.take(3, Owner.HOP, fenced=True)
-    engine.next, engine.free = [], [2, 3]
+        pool.take(4, Owner.HOP, fenced=True)
+    engine.next, engine.free = [], [4, 5]
     assert snapshot(pool) == before
-    grant = pool.take(3, Owner.HOP, fenced=True)
-    assert grant.pages.tolist() == [2, 3, 1] and grant.after == [fence]
+    grant = pool.take(4, Owner.HOP, fenced=True)
+    assert grant.pages.tolist() == [4, 5, 1, 2] and grant.after == fences
 
 
 def test_more_than_there_is_takes_nothing() -> None:
@@ -243,6 +247,18 @@ def test_fenced_pages_go_last_in_order_and_with_their_fences() -> None:
     assert grant.after == [first, second]
     rest = pool.take(1, Owner.LEASE, fenced=True)
     assert (rest.pages.tolist(), rest.after) == ([1], [second])
+
+
+def test_a_fenced_run_is_used_up_before_the_next() -> None:
+    """What is left of a run that was taken in part goes out before runs that were freed after it."""
+    pool = make_pool(4)
+    pages = pool.take(4, Owner.LEASE, fenced=True).pages
+    first, second = OpenFence(), OpenFence()
+    pool.free(pages[:3], Owner.LEASE, after=first)
+    pool.free(pages[3:], Owner.LEASE, after=second)
+    grants = [pool.take(count, Owner.LEASE, fenced=True) for count in (1, 1, 2)]
+    assert [grant.pages.tolist() for grant in grants] == [[0], [1], [2, 3]]
+    assert [grant.after for grant in grants] == [[first], [first], [first, second]]
 
 
 def test_a_fence_comes_along_only_when_it_is_needed() -> None:

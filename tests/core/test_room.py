@@ -62,7 +62,9 @@ def test_under_write_back_an_unbacked_victim_moves_to_the_host() -> None:
     world.graft(DEVICE, "ab")
     plan = world.make_room(DEVICE, 1)
     assert plan.num_pages == 2
-    assert [(move.device_pages.tolist(), move.host_pages.tolist()) for move in plan.moves] == [([0, 1], [0, 1])]
+    assert [(move.device_pages.tolist(), move.host_pages.tolist()) for move in plan.moves] == [
+        ([0, 1], [0, 1])
+    ]
     assert world.residency() == {"ab": "host"}
     assert not world.cut("ab").host.is_ready()
     assert world.pools[DEVICE].available(fenced=False) == 0

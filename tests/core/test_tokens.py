@@ -52,7 +52,8 @@ def test_a_range_gives_its_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens", [[], (), range(0), np.array([]), np.array([], dtype=np.int64), torch.tensor([]), array.array("i")]
+    "tokens",
+    [[], (), range(0), np.array([]), np.array([], dtype=np.int64), torch.tensor([]), array.array("i")],
 )
 def test_no_tokens_are_no_bytes(tokens: Any) -> None:
     """Nothing at all is refused for having no tokens, whatever the type of its missing elements."""

@@ -97,6 +97,19 @@ def test_a_match_marks_its_whole_path_as_used() -> None:
     assert world.tree.match(b"", prompt_bytes("xyz"), 0).path == []
 
 
+def test_a_commit_marks_what_it_goes_through_and_what_it_adds_as_used() -> None:
+    """Nodes from the root to the new end, duplicates included, are younger than all others."""
+    world = World()
+    world.graft(DEVICE, "ab")
+    world.graft(DEVICE, "xy")
+    before = world.match("xy").path[0].used
+    pages = world.grab(DEVICE, 3)
+    parent = world.tree.roots[b""]
+    world.tree.graft(DEVICE, parent, prompt_bytes("abc"), page_hashes("abc"), 0, pages, source=Owner.LEASE)
+    used = {prefix_of(node): node.used for node in world.all_nodes()}
+    assert used == {"ab": before + 1, "abc": before + 1, "xy": before}
+
+
 # Cutting
 
 
@@ -151,9 +164,12 @@ def test_a_detached_node_can_be_split() -> None:
     node = world.graft(DEVICE, "abc")
     world.tree.pin(DEVICE, node)
     world.tree.detach(node)
+    world.graft(DEVICE, "abx")
     upper = world.tree.split(node, 1)
     assert world.tree.detached == {node, upper}
     assert (prefix_of(upper), prefix_of(node)) == ("a", "abc")
+    assert lengths(world, "abx") == (3, 3), "the nodes that took its place are out of reach"
+    world.audit({DEVICE: Counter({node: 1}), HOST: Counter()})
     world.tree.unpin(DEVICE, node)
     assert not world.tree.detached
     world.close()
@@ -279,7 +295,13 @@ def test_pages_that_are_not_the_givers_are_refused_and_leave_no_node() -> None:
     taken = world.cached()
     with pytest.raises(InvariantError, match="0 is tree"):
         world.tree.graft(
-            DEVICE, world.cut("a"), prompt_bytes("ax"), page_hashes("ax"), 1, np.array([0]), source=Owner.LEASE
+            DEVICE,
+            world.cut("a"),
+            prompt_bytes("ax"),
+            page_hashes("ax"),
+            1,
+            np.array([0]),
+            source=Owner.LEASE,
         )
     assert world.cached() == taken
     world.audit()

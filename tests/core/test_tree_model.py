@@ -129,7 +129,9 @@ class TreeMachine(RuleBasedStateMachine):
         assert after.keys() <= before.keys() and arrived == moved
         assert tier is DEVICE or not left[DEVICE]
         assert self.world.write_back or not plan.moves
-        assert left == {held_in: now - evicted[held_in] for held_in, now in self.world.room.evicted_pages.items()}
+        assert left == {
+            held_in: now - evicted[held_in] for held_in, now in self.world.room.evicted_pages.items()
+        }
         assert self.world.room.dropped_pages.total() - dropped == len(before) - len(after)
         assert plan.num_pages == self.pools[tier].available(fenced=tier is DEVICE)
         if plan.num_pages < num_pages:

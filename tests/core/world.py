@@ -164,9 +164,7 @@ class World:
         pages = self.grab(tier, len(prompt) - start) if pages is None else pages
         hashes = page_hashes(prompt, seed)
         self.write(tier, pages, hashes[start:])
-        graft = self.tree.graft(
-            tier, parent, prompt_bytes(prompt), hashes, start, pages, source=Owner.LEASE
-        )
+        graft = self.tree.graft(tier, parent, prompt_bytes(prompt), hashes, start, pages, source=Owner.LEASE)
         self.pools[tier].free(pages[~graft.taken], Owner.LEASE)
         return graft.end
 
@@ -175,7 +173,9 @@ class World:
         target = HOST if source is DEVICE else DEVICE
         reading = {fence for node in nodes for fence in node.copy_in(source).ready}
         after = [copy for copy in self.copies if copy.fence in reading]
-        from_pages = np.concatenate([held for node in nodes if (held := node.copy_in(source).pages) is not None])
+        from_pages = np.concatenate(
+            [held for node in nodes if (held := node.copy_in(source).pages) is not None]
+        )
         copy = Copy(source, from_pages, target, pages, after, [(source, nodes[-1]), (target, nodes[-1])])
         start = 0
         for node in nodes:
