@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -97,7 +98,10 @@ TENSORS: list[tuple[Callable[[], object], tuple[str, ...]]] = [
         lambda: DeviceKV.from_layers([layer(device="meta")], [layer()]),
         ("k[0] is", "on meta", "a dense tensor that has memory"),
     ),
-    (lambda: DeviceKV.from_layers([layer(32, 2, 8)], [layer(32, 2, 8)]), ("page_size is None", "give page_size")),
+    (
+        lambda: DeviceKV.from_layers([layer(32, 2, 8)], [layer(32, 2, 8)]),
+        ("page_size is None", "give page_size"),
+    ),
     (
         lambda: DeviceKV.from_layers([layer(30, 2, 8)], [layer(30, 2, 8)], page_size=4),
         ("k[0] has 30 tokens", "multiple of page_size 4"),
@@ -125,11 +129,20 @@ def test_tensors_that_disagree(build: Callable[[], object], parts: tuple[str, ..
     ("options", "parts"),
     [
         ({"page_size": 8}, ("page_size is 8 in the config and 4 in kv", "make them equal")),
-        ({"host_bytes": 1023}, ("host_bytes is 1023, less than one page", "takes 1024 bytes", "raise host_bytes")),
+        (
+            {"host_bytes": 1023},
+            ("host_bytes is 1023, less than one page", "takes 1024 bytes", "raise host_bytes"),
+        ),
         ({"host_ratio": 0.01}, ("host_ratio is 0.01, less than one page", "16 pages", "raise host_ratio")),
-        ({"host_ratio": 1.0}, ("host pool of 16 pages", "device pool has 16", "raise host_ratio or set allow")),
+        (
+            {"host_ratio": 1.0},
+            ("host pool of 16 pages", "device pool has 16", "raise host_ratio or set allow"),
+        ),
         ({"host_reserve_bytes": 1 << 60}, ("bytes are free and host_reserve_bytes keeps", "lower")),
-        ({"host_layout": "head_grouped"}, ("host_layout head_grouped is not available", "choose layer_first")),
+        (
+            {"host_layout": "head_grouped"},
+            ("host_layout head_grouped is not available", "choose layer_first"),
+        ),
         ({"key_scheme": "unified"}, ("key_scheme is unified", "only rank_suffix")),
     ],
 )
@@ -147,7 +160,7 @@ async def test_parts_that_do_not_fit_together(options: dict[str, Any], parts: tu
 @pytest.mark.parametrize(
     ("url", "parts"),
     [
-        ("redis", ("no store opens 'redis'", "file, memory, null")),
+        ("redis", ("no store opens 'redis'", "must be one of: file", "memory", "null")),
         ("file:relative/path", ("relative path 'relative/path'", "file:///absolute/path")),
         ("file://host/path", ("names a host, 'host'", "file:///absolute/path")),
         ("file:///x?existence_ttl_s=soon", ("existence_ttl_s is 'soon'", "a number")),
@@ -348,7 +361,7 @@ async def test_use_after_release() -> None:
                 act()
         for call in (lease.load, lease.prefetch, lambda: lease.allocate(4)):
             with refused(LeaseError, "'r' of 25 tokens", "was released"):
-                await call()  # type: ignore[operator]
+                await call()
         with refused(LeaseError, "'r'", "no live lease of this cache"):
             cache.step(StepBatch(commit=[(lease, 4)]))
         assert (lease.pages.tolist(), lease.pending_tokens) == ([], 0)
@@ -464,7 +477,7 @@ async def test_use_from_another_loop() -> None:
             refusals.append("sync")
         for call in (cache.begin_step, cache.close, lease.load, lease.prefetch, cache.admin.flush):
             with refused(WrongLoopError, "was used from another event loop"):
-                await call()  # type: ignore[operator]
+                await call()
             refusals.append("async")
 
     async with open_cache() as cache:
@@ -527,24 +540,24 @@ def test_use_after_fork() -> None:
     assert last == "parent goes on"
     assert len(refusals) == 4
     for line in refusals:
-        assert re.fullmatch(r"this cache belongs to process \d+, this is its fork \d+: open a cache of its .*", line)
+        assert re.fullmatch(
+            r"this cache belongs to process \d+, this is its fork \d+: open a cache of its .*", line
+        )
 
 
 WITHOUT_L3 = """
-import asyncio, os, resource, sys
+import asyncio, json, os, resource, sys
 from tests.toy_engine import open_cache, prompt, serve
 from hicache_async.stores import FileStore
-import structlog
+from structlog.testing import capture_logs
 
-directory, limit = sys.argv[1], int(sys.argv[2])
+unwritable, full = sys.argv[1:]
 if os.geteuid() == 0:  # may write anywhere
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
-if limit:  # as if the disk were full
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-async def main():
+async def serve_all(directory):
     async with open_cache(store=f"file://{directory}/kv") as cache:
         for turn in range(3):
             for number in range(4):
@@ -555,11 +568,12 @@ async def main():
         counters = cache.stats().counters
         assert counters["backup_pages_failed"] and not counters["backed_up_pages"], counters
 
-with structlog.testing.capture_logs() as lines:
-    asyncio.run(main())
-for line in lines:
-    if line["log_level"] not in ("debug", "info"):
-        print(line["event"], line, flush=True)
+for directory in (unwritable, full):
+    if directory == full:  # no file can grow to a page, as if the disk were full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
+    with capture_logs() as lines:
+        asyncio.run(serve_all(directory))
+    print(json.dumps([line for line in lines if line["log_level"] not in ("debug", "info")]))
 """
 
 
@@ -567,18 +581,25 @@ for line in lines:
 def directory() -> Iterator[Path]:
     """Give a directory that every user can reach: those of pytest are for one user only."""
     with tempfile.TemporaryDirectory() as path:
+        Path(path).chmod(0o755)
         yield Path(path)
 
 
-@pytest.mark.parametrize(("mode", "limit"), [(0o555, 0), (0o777, 2048)], ids=["unwritable", "full"])
-def test_a_directory_that_cannot_be_written(directory: Path, mode: int, limit: int) -> None:
+def test_directories_that_cannot_be_written(directory: Path) -> None:
     """Requests go on without the third tier, one log line says so, and no half of a file is left."""
-    directory.chmod(mode)
-    done = run_script(WITHOUT_L3, str(directory), str(limit))
+    unwritable, full = directory / "unwritable", directory / "full"
+    for path, mode in ((unwritable, 0o555), (full, 0o777)):
+        path.mkdir()
+        path.chmod(mode)
+    done = run_script(WITHOUT_L3, str(unwritable), str(full))
+    unwritable.chmod(0o755)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 1, done.stdout
-    assert str(directory) in lines[0]
+    of_unwritable, of_full = (json.loads(line) for line in done.stdout.splitlines())
+    for lines, path, reason in (
+        (of_unwritable, unwritable, "Permission denied"),
+        (of_full, full, "File too large"),
+    ):
+        assert [line["event"] for line in lines] == ["backup.stopped"]
+        assert str(path) in lines[0]["fault"] and reason in lines[0]["fault"]
+        assert "requests go on" in lines[0]["hint"]
     assert [path for path in directory.rglob("*") if path.is_file()] == []
-    directory.chmod(0o755)
-

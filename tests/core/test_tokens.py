@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hicache_async.core.hashing import HashChain
 from hicache_async.core.tokens import TokenKey, token_bytes
 from hicache_async.errors import ConfigError, InvariantError
-
 from tests.core.world import QUICK
 
 IDS = [0, 1, 2, 127]

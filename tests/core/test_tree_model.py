@@ -340,7 +340,7 @@ class TreeMachine(RuleBasedStateMachine):
 
 def test_tree_agrees_with_a_dict() -> None:
     """Whatever requests, moves, evictions and clearing do, every prefix has the pages that a dict says."""
-    run_machine(TreeMachine, settings=settings(QUICK, max_examples=150))
+    run_machine(TreeMachine, settings=settings(QUICK, max_examples=80))
 
 
 @pytest.mark.stress

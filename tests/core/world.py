@@ -31,7 +31,7 @@ PAGE_NBYTES = 8
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 
 _CALM = (HealthCheck.too_slow, HealthCheck.data_too_large)
-QUICK = settings(max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=_CALM)
+QUICK = settings(max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=_CALM)
 LONG = settings(QUICK, max_examples=2000, stateful_step_count=50)
 
 _CORE_ALONE = """

@@ -1,6 +1,6 @@
-"""A process to be killed: it computes and backs up golden pages as fast as it can, and names each prompt it did.
+"""A process to be killed: it computes and backs up golden pages as fast as it can, prompt after prompt.
 
-    python -m tests.e2e.kill_writer DIRECTORY
+python -m tests.e2e.kill_writer DIRECTORY
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
+from pathlib import Path
 
 import torch
 
 from hicache_async import DeviceKV
+from hicache_async.stores._temp import TempFiles
 from tests.toy_engine import NUM_LAYERS, PAGE_SIZE, open_cache, prompt, serve
 
 PAGES_EACH = 8
@@ -28,8 +30,16 @@ def prompt_of(number: int) -> list[int]:
     return prompt(number, PAGES_EACH * PAGE_SIZE + 1)
 
 
+def begin_a_file(directory: str) -> None:
+    """Begin an object that is never finished: whether the kill meets a real one is a matter of luck."""
+    temps = TempFiles(f"{directory}/v1/temp")
+    Path(temps.directory).mkdir(parents=True)
+    Path(temps.new()).write_bytes(b"half a page")
+
+
 async def main(directory: str) -> None:
     """Write until killed."""
+    begin_a_file(directory)
     async with open_cache(kv=make_big_kv(), store=f"file://{directory}") as cache:
         for number in itertools.count():
             await serve(cache, f"request {number}", prompt_of(number))

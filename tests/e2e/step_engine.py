@@ -121,7 +121,9 @@ class StepEngine:
             self._admitted.clear()
             result = self.cache.step(
                 StepBatch(
-                    commit=[(each.lease, each.computed) for each in [*self._running, *finished] if each.pages],
+                    commit=[
+                        (each.lease, each.computed) for each in [*self._running, *finished] if each.pages
+                    ],
                     release=[each.lease for each in finished],
                     allocate=[(each.lease, each.next_stop) for each in self._running],
                 )

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_and_kill(directory: Path, num_prompts: int, delay_s: float) -> int:
-    """Let a process write until it has done ``num_prompts`` and a moment longer; returns how many it has done."""
+    """Let a process write ``num_prompts`` and a moment longer; returns how many it has done."""
     writer = subprocess.Popen(
         [sys.executable, "-m", "tests.e2e.kill_writer", str(directory)],
         cwd=ROOT,
@@ -50,7 +50,7 @@ async def check_objects(directory: Path) -> int:
     for key in keys:
         payload = bytearray(kv.page_nbytes)
         assert await store.read([key], [memoryview(payload)], StopToken()) == 1, f"{key} is not whole"
-        check_object(kv, payload, bytes.fromhex(key.partition("_")[0]))
+        check_object(kv, bytes(payload), bytes.fromhex(key.partition("_")[0]))
     await store.aclose()
     return len(keys)
 
@@ -78,6 +78,7 @@ async def reopen(directory: Path, num_prompts: int) -> None:
 def kill_and_reopen(directory: Path, seed: int) -> None:
     chance = random.Random(seed)
     num_prompts = write_and_kill(directory, chance.randint(1, 12), chance.uniform(0, 0.05))
+    assert list((directory / "v1" / "temp").iterdir()) != []
     num_objects = asyncio.run(check_objects(directory))
     assert num_objects >= PAGES_EACH
     assert list((directory / "v1" / "temp").iterdir()) == []

@@ -1,4 +1,4 @@
-"""The demo's path on a model of two random layers: every tier, a restart, a damaged page; every byte is checked."""
+"""The demo's path on a model of two random layers: each tier, a restart, a damaged page, byte by byte."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def check_tiers(engine: TinyEngine, directory: Path, *tiers: Tier) -> None
 async def test_a_prefix_from_any_tier_gives_the_very_logits(
     tmp_path: Path, layout: HostLayout, write_policy: WritePolicy
 ) -> None:
-    """From device, host, store and a restart a prefix gives the logits and pages of recomputing, bit by bit."""
+    """From device, host, store and a restart a prefix gives the logits and pages of recomputing."""
     async with open_engine(tmp_path, RECOMPUTED, layout=layout, write_policy=write_policy) as engine:
         assert (await engine.answer(PROMPT)).books == books()
         await check_tiers(engine, tmp_path, Tier.DEVICE)
@@ -81,7 +81,7 @@ async def test_a_damaged_page_shortens_the_prefix_and_is_made_up_for(
 async def test_caches_share_stored_pages_exactly_where_their_bytes_are_the_same(
     tmp_path: Path, writer: HostLayout, reader: HostLayout
 ) -> None:
-    """A cache of another host layout finds stored pages of the same byte order, and never takes others for its own."""
+    """A cache of another host layout finds stored pages of the same byte order, and takes no others."""
     async with open_engine(tmp_path, RECOMPUTED, layout=writer) as engine:
         await engine.answer(PROMPT)
     async with open_engine(tmp_path, RECOMPUTED, layout=reader) as engine:

@@ -181,7 +181,7 @@ class TinyEngine:
         return found
 
     async def check_stored(self, directory: Path) -> int:
-        """Compare every stored page with a recomputed one, through a second store; returns how many there are."""
+        """Compare every stored page with a recomputed one; returns how many there are."""
         store = FileStore(directory)
         keys = await store.list_keys()
         for key in keys:

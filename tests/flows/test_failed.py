@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 from structlog.testing import capture_logs
 
 from hicache_async import CapacityError, HiCacheError, InvariantError, State, Stop
+from hicache_async.flows import load, offload
 from hicache_async.flows.backup import Backups
 from hicache_async.flows.fetch import Fetch
-from hicache_async.flows.load import Loads
-from hicache_async.flows.offload import Offloads
 from hicache_async.flows.prefetch import Prefetch
 from hicache_async.stores.memory import MemoryStore
 from hicache_async.testing.faults import HeldStore
@@ -25,8 +24,8 @@ class Bug(Exception):
     """What is raised where nothing should be."""
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
-    """Make a method raise."""
+def plant(monkeypatch: pytest.MonkeyPatch, owner: type | ModuleType, name: str) -> None:
+    """Make a function raise."""
 
     def broken(*args: object, **kwargs: object) -> None:
         raise Bug(f"{owner.__name__}.{name}")
@@ -178,7 +177,6 @@ async def test_all_wait_in_a_failed_cache(open_cache: Opener) -> None:
     leases[0].release()
 
 
-Wait = Callable[[Rig], "asyncio.Future[object]"]
 PLACES = [
     (Prefetch, "_look"),
     (Prefetch, "_join"),
@@ -191,14 +189,14 @@ PLACES = [
     (Backups, "_write"),
     (Backups, "_settled"),
     (Backups, "_mark_stored"),
-    (Offloads, "_settled"),
-    (Loads, "_settled"),
+    (offload, "settle_ready"),
+    (load, "settle_ready"),
 ]
 
 
 @pytest.mark.parametrize(("owner", "name"), PLACES, ids=lambda part: getattr(part, "__name__", part))
 async def test_a_bug_anywhere_in_a_mover(
-    open_cache: Opener, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+    open_cache: Opener, monkeypatch: pytest.MonkeyPatch, owner: type | ModuleType, name: str
 ) -> None:
     """Wherever a mover breaks, the requests around it end, later ones are served, and close does not wait."""
     rig = await open_cache(store=MemoryStore(), close_timeout_s=1000)

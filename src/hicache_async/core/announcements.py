@@ -54,7 +54,7 @@ class Announcements:
         return count
 
     def when_ended(self, hashes: Sequence[bytes], callback: Callable[[], None]) -> None:
-        """Call ``callback`` once the last of ``hashes`` that the announcer of the first one announced has ended."""
+        """Call ``callback`` once the run of ``hashes`` that the first one's announcer announced has ended."""
         owner = self._open[hashes[0]].owner
         last = self._open[hashes[0]]
         for page_hash in hashes:

@@ -35,8 +35,8 @@ class Holding:
     """
 
     __slots__ = (
-        "_tree", "chain", "committed_pages", "credited_pages", "device_end", "host_end", "host_end_page", "key",
-        "length", "loaded", "loaded_pages", "released", "table", "whole",
+        "_tree", "chain", "committed_pages", "credited_pages", "device_end", "host_end", "host_end_page",
+        "key", "length", "loaded", "loaded_pages", "released", "table", "whole",
     )  # fmt: skip
 
     def __init__(

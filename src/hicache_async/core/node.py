@@ -51,8 +51,8 @@ class Node:
     """
 
     __slots__ = (
-        "anchors", "attached", "children", "detached_children", "device", "hashes", "hits", "host", "only_child", "parent",
-        "segment", "stored", "used",
+        "anchors", "attached", "children", "detached_children", "device", "hashes", "hits", "host",
+        "only_child", "parent", "segment", "stored", "used",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, segment: bytes, hashes: list[bytes]) -> None:

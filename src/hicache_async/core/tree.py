@@ -6,7 +6,8 @@ A compressed radix tree over page-aligned token bytes. What always holds:
 - every attached node has at least one tier;
 - the device is closed upwards: every node above one with device pages has device pages;
 - pins sit at the end of what they protect; a node with a pinned node below keeps the tier;
-- a split puts the new node above, so whoever holds a node still holds the same end.
+- a split puts the new node above, so whoever holds a node still holds the same end;
+- a detached node that is held stands on the nodes above it as before.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Context:
     moves: set[Pinned] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     closing: bool = False
-    waits: set[asyncio.Future[None]] = field(default_factory=set)
+    waits: dict[asyncio.Future[None], None] = field(default_factory=dict)
     prefetches: set[Prefetch] = field(default_factory=set)
     hops: HopRegistry = field(init=False)
 
@@ -150,11 +150,11 @@ class Context:
 
         Raises: ClosedError: the cache is closing.
         """
-        self.waits.add(future)
+        self.waits[future] = None
         try:
             await future
         finally:
-            self.waits.discard(future)
+            del self.waits[future]
         self.check_open()
 
     def check_open(self) -> None:
@@ -163,7 +163,7 @@ class Context:
             raise ClosedError("the cache is closed; open a new one with HiCache.open(...)")
 
     def wake_all(self) -> None:
-        """End the waits of requests and stop their prefetches."""
+        """End the waits of requests, the oldest first, and stop their prefetches."""
         for future in list(self.waits):
             resolve(future)
         for prefetch in list(self.prefetches):

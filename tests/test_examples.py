@@ -1,0 +1,37 @@
+"""The numbered examples run as they are, from anywhere, and end with what they promise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+LAST_LINES = {
+    "01_match_and_commit.py": "again: 96 of 100 tokens cached, 4 computed",
+    "02_own_store.py": "restarted: 960 of 1000 tokens from the store, 40 computed",
+}
+
+
+def test_every_numbered_example_is_run_here() -> None:
+    """An example that is added is tested, too."""
+    assert {path.name for path in EXAMPLES.glob("[0-9]*.py")} == LAST_LINES.keys()
+
+
+@pytest.mark.parametrize(("name", "last_line"), LAST_LINES.items())
+def test_examples(name: str, last_line: str, tmp_path: Path) -> None:
+    """A newcomer who runs an example sees no warning, and the hit in its last line."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / name)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == last_line
