@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Sequence
 from itertools import count
@@ -46,7 +47,13 @@ class RawFiles:
         self.paths.clear()
 
 
-def buffers(num_pages: int, page_nbytes: int, fill: int = 0) -> list[memoryview]:
-    """Return the pages of one block of memory that is there, not only promised."""
-    block = memoryview(bytearray([fill + 1]) * (num_pages * page_nbytes))
-    return [block[at : at + page_nbytes] for at in range(0, len(block), page_nbytes)]
+def buffers(num_pages: int, page_nbytes: int) -> list[memoryview]:
+    """Return the pages of one block of memory that is there, not only promised, and aligned.
+
+    The kernel copies to and from a block that begins within a cache line at half the speed.
+    """
+    block = memoryview(mmap.mmap(-1, num_pages * page_nbytes))
+    pages = [block[at : at + page_nbytes] for at in range(0, len(block), page_nbytes)]
+    for page in pages:
+        page[:] = b"\1" * page_nbytes
+    return pages

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from hicache_async import Books, HiCache, HostFence, Loading, PrefixLease, StepBatch
+from hicache_async import Books, Fence, HiCache, HostFence, Loading, PrefixLease, StepBatch
 from hicache_async.testing.golden import check_page, fill_page
 from tests.toy_engine import NUM_LAYERS, PAGE_SIZE, page_hashes
 
@@ -41,6 +41,7 @@ class _Request:
     answered: asyncio.Future[Books]
     hashes: list[bytes] = field(init=False)
     pages: list[int] = field(default_factory=list)
+    pages_after: Fence | None = None
 
     def __post_init__(self) -> None:
         self.hashes = page_hashes(self.tokens)
@@ -130,6 +131,7 @@ class StepEngine:
             )
             for request, allocation in zip(self._running, result.allocations, strict=True):
                 request.pages = [] if allocation is None else request.lease.pages.tolist()
+                request.pages_after = None if allocation is None else allocation.after
             batch = [request for request in self._running if request.pages]
             if batch:
                 await self._step(batch)
@@ -164,6 +166,8 @@ class StepEngine:
         for request in batch:
             for layer in range(NUM_LAYERS):
                 request.loading.block(layer)
+            if request.pages_after is not None:
+                request.pages_after.block()
         self.in_forward.set()
         assert self.gate.wait(LIMIT_S)
         for request in batch:
