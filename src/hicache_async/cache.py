@@ -279,10 +279,12 @@ class HiCache:
                 await self._movers.finish()
         finally:
             self._abandon()
-            with anyio.move_on_after(ctx.config.close_timeout_s, shield=True):
-                await self._owned.aclose()
-                await asyncio.sleep(0)  # lets the cancelled tasks end before the loop does
-            self._closed.set_result(None)
+            try:
+                with anyio.move_on_after(ctx.config.close_timeout_s, shield=True):
+                    await self._owned.aclose()
+                    await asyncio.sleep(0)  # lets the cancelled tasks end before the loop does
+            finally:
+                self._closed.set_result(None)
         self._warn_of_leases()
 
     def _abandon(self) -> None:

@@ -23,7 +23,7 @@ from ..types import Pages, Residency, Tier
 from .eviction import EvictionQueue
 from .node import Node
 from .pool import Owner, PagePool
-from .walk import common_nbytes, pages_off_device, run_from, shorten
+from .walk import LONG_NBYTES, common_nbytes, pages_off_device, run_from, shorten
 
 TIERS = (Tier.DEVICE, Tier.HOST)
 
@@ -78,23 +78,23 @@ class PrefixTree:
         stop = num_pages * step
         tail = 0
         while offset < stop and node.children:
-            child = node.children.get(bytes(data[offset : offset + step]))
+            child = node.only_child or node.children.get(bytes(data[offset : offset + step]))
             if child is None:
                 break
             run, segment = [child], child.segment
-            if child.only_child is not None:
+            if child.only_child is not None and len(segment) < LONG_NBYTES:
                 run, segment = run_from(child, (stop - offset) // step)
-            is_whole = data.startswith(segment, offset, stop)
-            if is_whole:
-                common, tail = len(segment), run[-1].num_pages
-            else:
+            if not data.startswith(segment, offset, stop):
                 common = common_nbytes(segment, data, offset, stop) // step * step
-                tail = shorten(run, common // step)
-            path += run
-            offset += common
-            if not is_whole:
+                if common:
+                    tail = shorten(run, common // step)
+                    path += run
+                    offset += common
                 break
+            path += run
+            offset += len(segment)
             node = run[-1]
+            tail = node.num_pages
         self._tick += 1
         for node in path:
             node.used = self._tick

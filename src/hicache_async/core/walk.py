@@ -7,6 +7,9 @@ import numpy as np
 from .node import Node
 from .tokens import TOKEN_NBYTES
 
+LONG_NBYTES = 16 << 10
+"""A segment from here on is compared by itself: copying it into a run would take longer than that saves."""
+
 
 def run_from(child: Node, num_pages: int) -> tuple[list[Node], bytes]:
     """Return ``child`` and the nodes below it while there is no choice, and the token bytes of them all.

@@ -138,7 +138,8 @@ class Backups:
             self._mark_stored(pinned.node, len(pages), count, epoch)
         ctx.unpin(pinned)
         ctx.metrics.counters["backed_up_pages"] += count
-        ctx.metrics.counters["backup_pages_failed"] += len(pages) - count
+        if count < len(pages):
+            ctx.metrics.counters["backup_pages_failed"] += len(pages) - count
         if answer is None:
             ctx.metrics.counters["store_faults"] += 1
             self._note_health(False, fault_of(hop, len(pages)))

@@ -153,7 +153,8 @@ class Loads:
         placed: _Placed | None = None
         try:
             holding.check_live()
-            placed = self._place(holding, total_tokens)
+            placed = self._pin(holding)
+            await self._make_room(holding, placed, total_tokens)
             tokens = placed.end_page * ctx.page_tokens
             room = (placed.device_pages + len(holding.table.reserved)) * ctx.page_tokens
             reserved = max(0, min(total_tokens, room) - tokens)
@@ -174,12 +175,10 @@ class Loads:
         worth = num_pages * self._ctx.page_tokens >= self._ctx.config.effective_load_threshold_tokens
         return num_pages if worth else 0
 
-    def _place(self, holding: Holding, total_tokens: int) -> _Placed:
-        # Pins both ends first: making room must not evict what is about to be loaded.
+    def _pin(self, holding: Holding) -> _Placed:
+        # Both ends before anything else: making room must not evict what is about to be loaded.
         ctx, tree = self._ctx, self._ctx.tree
-        total_pages = -(-total_tokens // ctx.page_tokens)
         if not ctx.reuses:
-            holding.table.reserve(self._device_room.grant(total_pages))
             return _Placed(0, 0, None)
         match = holding.match()
         device_pages, end_page = match.device_pages, match.device_pages + self._host_pages(holding)
@@ -187,13 +186,21 @@ class Loads:
         tree.pin(Tier.DEVICE, device_end)
         holding.device_end = device_end
         host_pinned = ctx.pin(tree.cut(match, end_page), Tier.HOST) if end_page > device_pages else None
-        holding.table.reserve(self._device_room.grant(max(0, max(total_pages, end_page) - device_pages)))
-        placed_end = min(end_page, device_pages + len(holding.table.reserved))
-        if placed_end < end_page:
-            ctx.metrics.counters["load_tokens_without_device_room"] += (
-                end_page - placed_end
-            ) * ctx.page_tokens
-        return _Placed(device_pages, placed_end, host_pinned)
+        return _Placed(device_pages, end_page, host_pinned)
+
+    async def _make_room(self, holding: Holding, placed: _Placed, total_tokens: int) -> None:
+        # Pages whose copy to the host is under way come back in a moment: rather than give up what is
+        # cached, wait for them.
+        ctx, table = self._ctx, holding.table
+        wanted = max(-(-total_tokens // ctx.page_tokens), placed.end_page) - placed.device_pages
+        table.reserve(self._device_room.grant(max(0, wanted)))
+        while len(table.reserved) < wanted and await self._device_room.copies_ended():
+            holding.check_live()
+            table.reserve(self._device_room.grant(wanted - len(table.reserved)))
+        short = placed.end_page - placed.device_pages - len(table.reserved)
+        if short > 0:
+            placed.end_page -= short
+            ctx.metrics.counters["load_tokens_without_device_room"] += short * ctx.page_tokens
 
     def _submit(
         self, holding: Holding, placed: _Placed, tokens: int, reserved_tokens: int, *, slot: bool

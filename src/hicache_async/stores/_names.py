@@ -8,6 +8,7 @@ import zlib
 
 SUFFIX = ".kv"
 
+_SHARDS = tuple(f"{shard:02x}" for shard in range(256))  # to format one takes as long as all the rest
 _MAX_NAME = 200  # bytes; file systems allow 255
 _PLAIN = b"abcdefghijklmnopqrstuvwxyz0123456789_-"
 _TO_ESCAPE = re.compile(rb"[^a-z0-9_-]")
@@ -30,7 +31,7 @@ def object_name(raw_key: bytes) -> str:
     name = (raw_key if not raw_key.translate(None, _PLAIN) else _escape(raw_key)).decode()
     if len(name) > _MAX_NAME:
         name = "~" + hashlib.sha256(raw_key).hexdigest()
-    return f"{zlib.crc32(raw_key) & 0xFF:02x}/{name}{SUFFIX}"
+    return f"{_SHARDS[zlib.crc32(raw_key) & 0xFF]}/{name}{SUFFIX}"
 
 
 def _escape(raw_key: bytes) -> bytes:
