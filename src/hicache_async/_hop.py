@@ -56,7 +56,7 @@ class Hop(Generic[T]):
         self.result, self.error = result, error
         try:
             self._on_settled(self)
-        except Exception as bug:
+        except Exception as bug:  # noqa: BLE001 - a mover's top level: a bug must not vanish in a callback
             self._registry.on_bug(bug)
         finally:
             if not self.settled.done():

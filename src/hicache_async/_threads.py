@@ -62,7 +62,7 @@ class DaemonThreads(Executor):
             return
         try:
             result = call()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - a future carries whatever its job raised
             self._forget(future)
             future.set_exception(error)
             del future, call  # the traceback holds this frame: a cycle would keep the job's buffers alive

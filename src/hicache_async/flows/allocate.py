@@ -16,6 +16,9 @@ from ..types import Tier
 from .context import Context, resolve
 from .offload import Offloads
 
+COPY_WAIT_S = 1.0
+"""How long a load waits for a running copy to give room. Copies take milliseconds; this ends a hung one."""
+
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
@@ -54,6 +57,24 @@ class DeviceRoom:
             self._offloads.submit_evictions(plan.moves)
             available = ctx.device_pool.available(fenced=True)
         return ctx.device_pool.take(min(num_pages, available), Owner.LEASE, fenced=True)
+
+    async def copies_ended(self) -> bool:
+        """Wait for a copy to the host to end, which frees its source for eviction; False: none will soon.
+
+        Raises: ClosedError: the cache is closing. Cancellation: ends the wait only.
+        """
+        ctx = self._ctx
+        settled = self._offloads.next_settled()
+        if settled is None or not ctx.reuses:
+            return False
+        over: asyncio.Future[None] = ctx.loop.create_future()
+        settled.add_done_callback(lambda _: resolve(over))
+        timer = ctx.clock.call_later(COPY_WAIT_S, lambda: resolve(over))
+        try:
+            await ctx.until(over)
+        finally:
+            timer.cancel()
+        return settled.done()
 
     def grant_step(self, num_pages: int) -> int:
         """Take back what the last step has not used; grant up to ``num_pages`` and return how many."""

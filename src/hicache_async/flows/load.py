@@ -192,8 +192,9 @@ class Loads:
         # Pages whose copy to the host is under way come back in a moment: rather than give up what is
         # cached, wait for them.
         ctx, table = self._ctx, holding.table
-        wanted = max(-(-total_tokens // ctx.page_tokens), placed.end_page) - placed.device_pages
-        table.reserve(self._device_room.grant(max(0, wanted)))
+        total_pages = min(-(-total_tokens // ctx.page_tokens), ctx.device_pool.capacity)
+        wanted = max(total_pages, placed.end_page) - placed.device_pages
+        table.reserve(self._device_room.grant(wanted))
         while len(table.reserved) < wanted and await self._device_room.copies_ended():
             holding.check_live()
             table.reserve(self._device_room.grant(wanted - len(table.reserved)))

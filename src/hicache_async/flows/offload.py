@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from .._fence import combine, engine_fence_in
 from .._hop import Hop
 from .._log import logger
 from ..abc import CopyPlan, Fence
@@ -34,6 +35,8 @@ class Offloads:
         self._ctx = ctx
         self._on_over = on_over
         self._hops: set[Hop[None]] = set()
+        self._pinning: dict[Hop[None], Fence | None] = {}
+        """Copies whose source is still on the device, and the engine's fence that each is behind, if any."""
 
     @property
     def is_idle(self) -> bool:
@@ -44,6 +47,15 @@ class Offloads:
         """Return when the copies under way now have settled."""
         if self._hops:
             await asyncio.wait([hop.settled for hop in self._hops])
+
+    def next_settled(self) -> asyncio.Future[None] | None:
+        """Return what resolves when a copy ends and its source may leave the device; None: there is none.
+
+        A copy behind a fence that the engine has not set is left out: the engine may be the one who waits.
+        """
+        return next(
+            (hop.settled for hop, fence in self._pinning.items() if fence is None or fence.passed()), None
+        )
 
     def offload_path(self, end: Node, *, min_hits: int, evict: bool = True) -> bool:
         """Copy what the path to ``end`` lacks on the host, ancestors first, up to the first node with fewer hits.
@@ -112,7 +124,8 @@ class Offloads:
             start += node.num_pages
         pinned = ctx.pin(nodes[-1], Tier.DEVICE, Tier.HOST)
         ctx.metrics.counters["offloaded_pages"] += len(host_pages)
-        self._watch(fence, [pinned], [end])
+        behind = combine(ready)
+        self._pinning[self._watch(fence, [pinned], [end])] = behind and engine_fence_in(behind)
 
     def submit_evictions(self, moves: Sequence[Move]) -> None:
         """Copy evicted nodes out and free their device pages behind the copy's fence."""
@@ -133,16 +146,15 @@ class Offloads:
         ctx.metrics.counters["offloaded_pages"] += len(host_pages)
         self._watch(fence, pins, [move.node for move in moves])
 
-    def _watch(self, fence: Fence, pins: Sequence[Pinned], ends: Sequence[Node]) -> None:
+    def _watch(self, fence: Fence, pins: Sequence[Pinned], ends: Sequence[Node]) -> Hop[None]:
         settled = partial(self._settled, fence=fence, pins=pins, ends=ends)
-        self._hops.add(
-            self._ctx.hops.start_call("offload", lambda stop: wait_fence(self._ctx, fence), settled)
-        )
+        hop = self._ctx.hops.start_call("offload", lambda stop: wait_fence(self._ctx, fence), settled)
+        self._hops.add(hop)
+        return hop
 
-    def _settled(
-        self, hop: Hop[None], *, fence: Fence, pins: Sequence[Pinned], ends: Sequence[Node]
-    ) -> None:
+    def _settled(self, hop: Hop[None], *, fence: Fence, pins: Sequence[Pinned], ends: Sequence[Node]) -> None:
         self._hops.discard(hop)
+        self._pinning.pop(hop, None)
         ctx = self._ctx
         for pinned in pins:
             settle_ready(ctx, pinned.node, Tier.HOST, fence, hop.error)

@@ -46,7 +46,7 @@ class JobLimit(NamedTuple):
 
 JOB_LIMITS = {
     Kind.READ: JobLimit(256, 16 << 20),
-    Kind.WRITE: JobLimit(256, 16 << 20),
+    Kind.WRITE: JobLimit(256, 32 << 20),  # mostly has one lane, which idles between two jobs
     Kind.LOOKUP: JobLimit(4096, sys.maxsize),
 }
 
