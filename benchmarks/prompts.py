@@ -43,7 +43,7 @@ async def store_prompts(directory: Path, kv: DeviceKV, prompts: Sequence[Tokens]
         async with HiCache.open(config(), kv=kv, store=f"file://{directory}") as cache:
             with cache.match_prefix("store", tokens) as lease:
                 await lease.load()
-                lease.allocate_nowait(len(tokens))
+                lease.allocate_nowait(len(tokens)).block()
                 lease.commit(len(tokens))
             await cache.admin.flush()
 

@@ -17,7 +17,7 @@ async def serve(cache: HiCache, request_id: str, prompt: list[int]) -> Books:
         await lease.prefetch()  # store to host, if there is a store
         loading = await lease.load()  # host to device
         await loading.finished()
-        lease.allocate_nowait(len(prompt))  # pages for what is still to be computed
+        lease.allocate_nowait(len(prompt)).block()  # pages for the rest, once nothing reads them any more
         for page in lease.pages[loading.tokens // PAGE_SIZE :]:  # here your model computes it
             for layer in range(LAYERS):
                 k[layer][page], v[layer][page] = 1.0, 2.0

@@ -78,7 +78,7 @@ async def serve(url: str) -> Books:
         with cache.match_prefix("request", prompt) as lease:
             await lease.prefetch()
             await (await lease.load()).finished()
-            lease.allocate_nowait(len(prompt))
+            lease.allocate_nowait(len(prompt)).block()
             # Here your model computes the rest.
             lease.commit(len(prompt))  # write_through: from here the pages go to the host and to the store
             return lease.books

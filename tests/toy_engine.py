@@ -79,7 +79,7 @@ async def compute(cache: HiCache, lease: PrefixLease, tokens: list[int], hashes:
     await loading.finished()
     start = len(loading.pages)
     check(cache, loading.pages, hashes[:start])
-    lease.allocate_nowait(len(tokens))
+    lease.allocate_nowait(len(tokens)).block()
     fill(cache, lease.pages[start : len(hashes)], hashes[start:])
     assert lease.commit(len(tokens)) == len(tokens) // PAGE_SIZE * PAGE_SIZE
 

@@ -45,6 +45,15 @@ class Allocation:
     pages: Pages
     after: Fence | None
 
+    def block(self, stream: object | None = None) -> None:
+        """Order ``stream`` behind :attr:`after`; without streams the calling thread waits. Any thread.
+
+        A page that was evicted a moment ago may still be read by the copy that takes its bytes to the
+        host: call this before anything is written, once per allocation.
+        """
+        if self.after is not None:
+            self.after.block(stream)
+
 
 class PrefixLease:
     """One request's hold on its cached prefix and on the pages it computes into.

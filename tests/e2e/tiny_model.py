@@ -144,8 +144,9 @@ class TinyEngine:
         with self.cache.match_prefix(f"request {self._number}", tokens) as lease:
             await lease.prefetch()
             loading = await lease.load(total_tokens)
-            lease.allocate_nowait(total_tokens)
+            allocation = lease.allocate_nowait(total_tokens)
             pages = torch.as_tensor(lease.pages)
+            await asyncio.to_thread(allocation.block)
             logits = await asyncio.to_thread(
                 forward, self.kv, pages, tokens, loading.tokens, num_decoded, loading.block
             )
