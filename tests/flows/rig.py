@@ -216,7 +216,7 @@ class Rig:
 
     def check_local(self, letters: str) -> None:
         """Compare every page of a prompt that this process holds with its golden bytes, tier by tier."""
-        hashes = {page_hash: None for page_hash in page_hashes(letters)}
+        hashes = dict.fromkeys(page_hashes(letters))
         for root in self.ctx.tree.roots.values():
             for node in root.subtree():
                 for paged, copy in ((self.kv, node.device), (self.ctx.arena, node.host)):

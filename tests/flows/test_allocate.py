@@ -60,7 +60,9 @@ async def test_capacity_error_says_what_is_missing(open_cache: Opener) -> None:
     first = await holder(rig, "abcd", 5)
     with rig.lease("wxyz") as lease:
         await lease.load(total_tokens=0)
-        with pytest.raises(CapacityError, match="4 more device pages are needed to hold 4, 3 of 8 can be had"):
+        with pytest.raises(
+            CapacityError, match="4 more device pages are needed to hold 4, 3 of 8 can be had"
+        ):
             lease.allocate_nowait(16)
         assert rig.cache.stats().device.free == 3
         with pytest.raises(CapacityError, match="preempt a request"):

@@ -59,7 +59,7 @@ async def test_equal_cold_prompts_compute_once(open_cache: Opener) -> None:
     assert engine.computing[0].pending_tokens == 0
     engine.let_compute(6)
     assert sorted(await asyncio.gather(*tasks)) == [0] + [24] * 31
-    assert engine.computed == {page: 1 for page in range(6)}
+    assert engine.computed == dict.fromkeys(range(6), 1)
     assert rig.cache.stats().computed_tokens == 25 + 31
     assert not len(rig.ctx.announcements)
 
@@ -78,7 +78,7 @@ async def test_when_the_owner_hangs_up_one_takes_over(open_cache: Opener) -> Non
     assert len(engine.computing) == 2
     engine.let_compute(3)
     assert sorted(await asyncio.gather(*tasks)) == [12] + [24] * 30
-    assert engine.computed == {page: 1 for page in range(6)}
+    assert engine.computed == dict.fromkeys(range(6), 1)
 
 
 async def test_every_owner_hangs_up(open_cache: Opener) -> None:
@@ -96,7 +96,7 @@ async def test_every_owner_hangs_up(open_cache: Opener) -> None:
     outcomes = await asyncio.gather(*quitters, return_exceptions=True)
     assert all(isinstance(outcome, ConnectionError) for outcome in outcomes)
     assert await last == 20
-    assert engine.computed == {page: 1 for page in range(6)}
+    assert engine.computed == dict.fromkeys(range(6), 1)
 
 
 async def test_an_owner_that_is_cancelled_before_it_computes(open_cache: Opener) -> None:
@@ -206,4 +206,4 @@ async def test_a_longer_prompt_takes_over_beyond_the_announced(open_cache: Opene
     assert len(engine.computing) == 2
     engine.let_compute(2)
     assert await asyncio.gather(*tasks) == [0, 8, 16]
-    assert engine.computed == {page: 1 for page in range(4)}
+    assert engine.computed == dict.fromkeys(range(4), 1)

@@ -434,4 +434,4 @@ async def test_computed_over_host_pages_are_adopted(open_cache: Opener) -> None:
         for page, page_hash in zip(mine, page_hashes("abc")):
             check_page(rig.kv, page, page_hash)
     assert rig.cache.stats().host.in_tree == 3
-    assert PAGE_TOKENS * 3 == loading.tokens
+    assert loading.tokens == PAGE_TOKENS * 3

@@ -74,7 +74,9 @@ async def test_a_long_forward_is_no_fault_of_the_store(open_cache: Opener, logs:
     await turns()
     await rig.cache.admin.flush()
     assert [await rig.check_stored(letters) for letters in ("ab", "cd", "ef")] == [2, 2, 2]
-    blamed = [name for name, count in rig.counters.items() if count and ("store_" in name or "failed" in name)]
+    blamed = [
+        name for name, count in rig.counters.items() if count and ("store_" in name or "failed" in name)
+    ]
     assert set(blamed) <= {"store_calls_count_prefix", "store_calls_write"}
     assert not [entry for entry in logs if entry["log_level"] == "warning"]
 

@@ -82,7 +82,9 @@ async def test_only_timeout_has_a_deadline(open_cache: Opener, policy: PrefetchP
 async def test_the_deadline_grows_with_the_tokens_asked_for(open_cache: Opener) -> None:
     """timeout ends at min(cap, base + per_ki_token x tokens / 1024) after the prefetch began, counted to the page."""
     store = HeldStore(MemoryStore(), {"read"})
-    rig = await open_cache(store=store, prefetch_timeout_base_s=1, prefetch_timeout_per_ki_token_s=64, **PATIENT)
+    rig = await open_cache(
+        store=store, prefetch_timeout_base_s=1, prefetch_timeout_per_ki_token_s=64, **PATIENT
+    )
     await rig.put_in_store("abcd")
     waiting = asyncio.create_task(prefetched(rig, "abcd"))
     await store.arrived()

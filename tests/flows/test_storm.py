@@ -73,17 +73,17 @@ class Storm:
         """One request, with everything an engine may do; ends by itself or by a cancel."""
         rng = self.rng
         with self.rig.lease(letters, whole=rng.random() < 0.2) as lease:
-            fence: HostFence | None = None
+            fences: list[HostFence] = []
             try:
                 await self.bring(lease)
                 for _ in range(rng.randrange(1, 4)):
-                    fence = await self.step(lease)
+                    await self.step(lease, fences)
                     if rng.random() < 0.5:
                         lease.extend([rng.randrange(3) for _ in range(rng.randrange(1, 6))])
             except CapacityError:
                 pass
             finally:
-                lease.release(after=fence, offload=rng.random() < 0.3)
+                lease.release(after=fences[-1] if fences else None, offload=rng.random() < 0.3)
 
     async def bring(self, lease: PrefixLease) -> None:
         """Prefetch, perhaps, and load."""
@@ -101,8 +101,11 @@ class Storm:
         self.rig.check(lease, loading.tokens)
         assert lease.pages.tolist() == loading.pages.tolist()
 
-    async def step(self, lease: PrefixLease) -> HostFence:
-        """Start a forward over all tokens, and commit behind it; it runs on after this returns."""
+    async def step(self, lease: PrefixLease, fences: list[HostFence]) -> None:
+        """Start a forward over all tokens, and commit behind it; it runs on after this returns.
+
+        Forwards of one request run in order, as on a stream: the fence of the last is behind them all.
+        """
         rng, holding = self.rng, lease._holding
         start = len(lease.pages)
         allocation = await lease.allocate(lease.num_tokens)
@@ -113,7 +116,9 @@ class Storm:
             while not allocation.after.passed():  # noqa: ASYNC110 - the storm moves the device
                 await asyncio.sleep(0)
         first = min(start, holding.committed_pages)
-        forward = self.forward(fence, pages[:num_pages], hashes, first, rng.randrange(1, 8))
+        before = fences[-1] if fences else None
+        fences.append(fence)
+        forward = self.forward(before, fence, pages[:num_pages], hashes, first, rng.randrange(1, 8))
         task = asyncio.get_running_loop().create_task(forward)
         self.forwards.add(task)
         task.add_done_callback(self.forwards.discard)
@@ -122,13 +127,20 @@ class Storm:
         if rng.random() < 0.5:
             while not fence.passed():  # noqa: ASYNC110 - as an engine that waits for its step
                 await asyncio.sleep(0)
-        return fence
 
     async def forward(
-        self, fence: HostFence, pages: list[int], hashes: list[bytes], first: int, num_turns: int
+        self,
+        before: HostFence | None,
+        fence: HostFence,
+        pages: list[int],
+        hashes: list[bytes],
+        first: int,
+        num_turns: int,
     ) -> None:
         """Read the cached pages and write the others, over some turns, as a thread would; then set the fence."""
         rig, rng = self.rig, self.rng
+        while before is not None and not before.passed():  # noqa: ASYNC110 - the storm moves the forwards
+            await asyncio.sleep(0)
         for turn in range(num_turns):
             for page in range(first):
                 check_page(rig.kv, pages[page], hashes[page])

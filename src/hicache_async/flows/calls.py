@@ -12,7 +12,7 @@ from .context import Context, settled_within
 
 
 def answered_count(hop: Hop[int], limit: int) -> int | None:
-    """Return how many pages a settled store call vouches for; None: it raised, or answered no count in 0 .. ``limit``."""
+    """Return how many pages a settled store call vouches for; None: it raised, or gave no count in 0 .. ``limit``."""
     value = hop.result
     is_count = isinstance(value, int) and not isinstance(value, bool)
     return value if hop.error is None and is_count and 0 <= value <= limit else None  # type: ignore[operator]
