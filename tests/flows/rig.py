@@ -197,7 +197,7 @@ class Rig:
     # Looking, without touching
 
     def where(self, letters: str) -> str:
-        """Say for each page which tiers of this process hold it: b both, d device, h host; stops at the first that none does."""
+        """Say for each page which tiers hold it, b both, d device, h host; ends at the first that none does."""
         found = ""
         node = self.ctx.tree.roots.get(b"")
         while node is not None and len(found) < len(letters):
@@ -220,12 +220,14 @@ class Rig:
         for root in self.ctx.tree.roots.values():
             for node in root.subtree():
                 for paged, copy in ((self.kv, node.device), (self.ctx.arena, node.host)):
-                    for page_hash, page in zip(node.hashes, copy.pages if copy.pages is not None else ()):
+                    for page_hash, page in zip(
+                        node.hashes, () if copy.pages is None else copy.pages, strict=False
+                    ):
                         if page_hash in hashes:
                             check_page(paged, int(page), page_hash)
 
     async def check_stored(self, letters: str, store: Store | None = None) -> int:
-        """Compare the stored pages of a prompt with their golden bytes; returns how many there are from the first on."""
+        """Compare the stored pages of a prompt with their golden bytes; returns how many there are from page 0."""
         inner = plain(store or self.store)
         hashes = page_hashes(letters)
         keys = self.ctx.keys.keys(hashes)

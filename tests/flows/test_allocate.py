@@ -122,7 +122,8 @@ async def test_waiters_are_served_in_order(open_cache: Opener) -> None:
     for lease in leases:
         await lease.load(total_tokens=0)
     large, little = (
-        asyncio.create_task(lease.allocate(pages * PAGE_TOKENS)) for lease, pages in zip(leases, (5, 1))
+        asyncio.create_task(lease.allocate(pages * PAGE_TOKENS))
+        for lease, pages in zip(leases, (5, 1), strict=True)
     )
     await turns()
     first.release()

@@ -81,7 +81,7 @@ async def test_a_hole_is_repaired_before_what_lies_below(open_cache: Opener) -> 
 
 
 async def test_a_path_of_which_only_the_tail_is_stored(open_cache: Opener) -> None:
-    """Where a prefetch found the tail of a path whose head this process failed to store, the next hit stores the head."""
+    """Where a prefetch found the tail of a path whose head was not stored, the next hit stores the head."""
     store = FaultAt(MemoryStore(), "write", 1, "raise")
     rig = await open_cache(store=store)
     await rig.serve("ab", prefetch=False)

@@ -1,4 +1,4 @@
-"""However and whenever a caller is cancelled, nothing is lost, nobody else is hurt, and the same work succeeds afterwards."""
+"""However and whenever a caller is cancelled, nothing is lost, nobody is hurt, and the work succeeds afterwards."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def check_all_given_back(rig: Rig) -> None:
 
 @pytest.mark.parametrize("cancel", CANCELS)
 async def test_a_request_at_each_await(open_cache: Opener, cancel: Cancel) -> None:
-    """A request that reads, loads and computes may be cancelled at any turn; the next one gets all of it, byte for byte."""
+    """A request may be cancelled at any turn of its life; the next one gets all of it, byte for byte."""
     for num_turns in range(MAX_TURNS):
         rig = await open_cache(store=MemoryStore(), store_batch_pages=1)
         await rig.put_in_store("abc")
@@ -328,7 +328,7 @@ async def test_a_slot_given_and_cancelled_in_the_same_turn(open_cache: Opener) -
     second, third = (asyncio.create_task(lease.load()) for lease in leases[1:])
     await turns()
     rig.virtual.advance_all()
-    while rig.ctx.hops.live:  # until the first load has settled, and given its slot
+    while rig.ctx.hops.live:  # noqa: ASYNC110 - until the first load has settled, and given its slot
         await asyncio.sleep(0)
     second.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -132,7 +132,7 @@ async def test_nobody_waits_for_a_failed_cache(open_cache: Opener) -> None:
 
 
 async def test_who_waits_for_pages_gets_them_or_an_error(open_cache: Opener) -> None:
-    """A waiter for pages is never granted fewer than it asked for: it waits for released ones, or hears CapacityError."""
+    """A waiter for pages never gets fewer than it asked for: it waits for released ones, or hears CapacityError."""
     rig = await open_cache(device_pages=8)
     holder, first, second = rig.lease("abcd"), rig.lease("ij"), rig.lease("kl")
     for lease, pages in ((holder, 4), (first, 2), (second, 2)):

@@ -70,7 +70,7 @@ async def calls_of_the_story(open_cache: Opener, verb: str) -> int:
 @pytest.mark.parametrize("kind", ["raise", "short", "hang", -1, 10**6, None])
 @pytest.mark.parametrize("verb", VERBS)
 async def test_a_fault_at_every_call(open_cache: Opener, verb: str, kind: object) -> None:
-    """Whichever call goes wrong, and however, all requests are served the right bytes and the store is whole in the end."""
+    """Whichever call goes wrong, and however, all get the right bytes and the store is whole in the end."""
     num_calls = await calls_of_the_story(open_cache, verb)
     assert num_calls >= 3
     for at in range(1, num_calls + 1):

@@ -54,7 +54,8 @@ async def test_a_load_is_usable_layer_by_layer(open_cache: Opener) -> None:
         await loading.ready(0)
         hashes = page_hashes("abc")
         assert all(
-            holds_layer(rig, int(page), page_hash, 0) for page, page_hash in zip(loading.pages, hashes)
+            holds_layer(rig, int(page), page_hash, 0)
+            for page, page_hash in zip(loading.pages, hashes, strict=True)
         )
         assert not holds_layer(rig, int(loading.pages[0]), hashes[0], 1)
         with pytest.raises(NotReadyError):
@@ -431,7 +432,7 @@ async def test_computed_over_host_pages_are_adopted(open_cache: Opener) -> None:
     with rig.lease("abc") as lease:
         loading = await lease.load()
         assert loading.pages.tolist() == mine
-        for page, page_hash in zip(mine, page_hashes("abc")):
+        for page, page_hash in zip(mine, page_hashes("abc"), strict=True):
             check_page(rig.kv, page, page_hash)
     assert rig.cache.stats().host.in_tree == 3
     assert loading.tokens == PAGE_TOKENS * 3

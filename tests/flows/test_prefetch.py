@@ -304,7 +304,7 @@ async def test_below_threshold_after_looking(open_cache: Opener) -> None:
 
 
 async def test_rate_limited(open_cache: Opener) -> None:
-    """Prefetches together hold at most their share of the host: one beyond it is cut short or refused, later ones go on."""
+    """Prefetches together hold at most their share of the host: one beyond it is cut short, later ones go on."""
     rig = await open_cache(store=MemoryStore(), host_pages=12, prefetch_capacity_fraction=0.5)
     for letters in ("abcd", "ijkl", "wxyz"):
         await rig.put_in_store(letters)
@@ -381,7 +381,7 @@ async def test_a_fault_in_a_later_count_keeps_the_earlier_ones(open_cache: Opene
 
 @pytest.mark.parametrize("verb", ["count_prefix", "read"])
 async def test_a_store_that_hangs_is_a_fault(open_cache: Opener, verb: str) -> None:
-    """No answer in store_timeout_s is a miss, under wait_complete as well; no hop is left once the store has answered."""
+    """No answer in store_timeout_s is a miss, always; no hop is left once the store has answered."""
     store = HangingStore(MemoryStore(), verb)
     rig = await open_cache(store=store)
     await rig.put_in_store("abcd")
