@@ -14,6 +14,7 @@ import pytest_asyncio
 from hicache_async import (
     Books,
     CapacityError,
+    ClosedError,
     ConfigError,
     DeviceKV,
     HiCache,
@@ -663,3 +664,15 @@ async def test_a_prompt_may_be_committed_while_another_is_loaded() -> None:
             await compute(cache, one, tokens, page_hashes(tokens))
             await second
             assert (one.books.computed, two.books.device) == (25, 24)
+
+
+@pytest.mark.asyncio
+async def test_an_opening_is_entered_once() -> None:
+    """What HiCache.open returned opens one cache; entering it again, inside or later, is refused."""
+    opening = HiCache.open(make_config(), kv=make_kv())
+    async with opening as cache:
+        with pytest.raises(ClosedError, match="entered before"):
+            await opening.__aenter__()
+        assert cache.state is State.OPEN
+    with pytest.raises(ClosedError, match="entered before"):
+        await opening.__aenter__()

@@ -15,6 +15,7 @@ from hicache_async import (
     LeaseError,
     PrefetchPolicy,
     PrefixLease,
+    State,
     Stop,
     TokenKey,
 )
@@ -516,3 +517,15 @@ async def test_a_page_is_never_read_before_it_was_allocated_to_its_reader() -> N
         check(cache, one.pages, [b"\1" * 32] * 4)
         one.release()
         two.release()
+
+
+async def test_discard_comes_after_load() -> None:
+    """Before load, also while a prefetch runs, there is nothing to discard: refused, and nothing is lost."""
+    async with open_cache(store=MemoryStore()) as cache:
+        with cache.match_prefix("request", list(range(33))) as lease:
+            lease.start_prefetch()
+            with pytest.raises(LeaseError, match="call load"):
+                lease.discard(0)
+            assert lease.num_tokens == 33
+            await lease.load()
+        assert cache.state is State.OPEN

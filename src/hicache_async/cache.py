@@ -21,7 +21,7 @@ from .config import CacheConfig
 from .core.hashing import HashChain, chain_seed
 from .core.holding import Holding
 from .core.tokens import TOKEN_NBYTES, TokenKey
-from .errors import CapacityError, ConfigError, WrongLoopError
+from .errors import CapacityError, ClosedError, ConfigError, WrongLoopError
 from .flows.audit import audit
 from .flows.context import Context
 from .flows.movers import Movers
@@ -308,8 +308,12 @@ class HiCache:
 class _Opening(AbstractAsyncContextManager[HiCache]):
     def __init__(self, cache: HiCache) -> None:
         self._cache = cache
+        self._is_used = False
 
     async def __aenter__(self) -> HiCache:
+        if self._is_used:
+            raise ClosedError("this opening was entered before; call HiCache.open(...) again for another cache")
+        self._is_used = True
         await self._cache._open()
         return self._cache
 

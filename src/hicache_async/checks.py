@@ -47,11 +47,12 @@ def check_commit(lease: object, holding: Holding, num_tokens: int) -> int:
     return num_tokens // page_tokens
 
 
-def check_discard(holding: Holding, from_token: int, committed_pages: int) -> int:
+def check_discard(lease: object, holding: Holding, from_token: int, committed_pages: int) -> int:
     """Return ``from_token``.
 
-    Raises: LeaseError: below what is committed.
+    Raises: LeaseError: before load; below what is committed.
     """
+    check_loaded(lease, holding)
     from_token = checked_count("from_token", from_token)
     committed = committed_pages * holding.page_tokens
     if from_token < committed:

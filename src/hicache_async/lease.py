@@ -219,8 +219,10 @@ class PrefixLease:
         ctx, holding = self._movers.ctx, self._holding
         if not ctx.reuses:
             return
-        local_pages = holding.match().local_pages
         end_page = min(total_tokens, holding.length) // ctx.page_tokens
+        # All that is cached, the last page of a prompt of whole pages too, which a match leaves out:
+        # this request computes it again, but nobody has to wait for that.
+        local_pages = ctx.tree.match(holding.chain.seed, holding.key.data, end_page).local_pages
         hashes = holding.hashes(end_page)
         mine = set(ctx.announcements.announce(self, hashes[local_pages:end_page]))
         self._announced = {
@@ -321,11 +323,11 @@ class PrefixLease:
 
         Args:
             after: behind which the pages may be reused; None: behind what the engine's stream has queued.
-        Raises: LeaseError: below what is committed.
+        Raises: LeaseError: before load; below what is committed.
         """
         self._check_live()
         ctx, holding = self._movers.ctx, self._holding
-        from_token = check_discard(holding, from_token, holding.committed_pages)
+        from_token = check_discard(self, holding, from_token, holding.committed_pages)
         holding.length = min(holding.length, from_token)
         keep = max(-(-from_token // ctx.page_tokens), holding.committed_pages)
         if keep < len(holding.table):

@@ -71,7 +71,7 @@ def check_batch(batch: StepBatch, leases: Mapping[PrefixLease, Holding]) -> None
         token_bytes(token_ids)
     for lease, from_token in batch.discard:
         holding = _holding(lease, leases)
-        check_discard(holding, from_token, max(holding.committed_pages, committed.get(lease, 0)))
+        check_discard(lease, holding, from_token, max(holding.committed_pages, committed.get(lease, 0)))
     released = set(batch.release)
     for lease, total_tokens in batch.allocate:
         check_loaded(lease, _holding(lease, leases))

@@ -10,7 +10,7 @@ import pytest
 from hicache_async import LeaseError, PrefixLease
 from hicache_async.core.tokens import token_bytes
 from hicache_async.stores.memory import MemoryStore
-from tests.flows.rig import PAGE_TOKENS, Opener, Rig, turns
+from tests.flows.rig import PAGE_TOKENS, Opener, Rig, tokens, turns
 
 pytestmark = pytest.mark.asyncio
 
@@ -207,3 +207,35 @@ async def test_a_longer_prompt_takes_over_beyond_the_announced(open_cache: Opene
     engine.let_compute(2)
     assert await asyncio.gather(*tasks) == [0, 8, 16]
     assert engine.computed == dict.fromkeys(range(4), 1)
+
+
+async def test_a_cached_prompt_of_whole_pages_holds_nobody_up(open_cache: Opener) -> None:
+    """With all of a prompt of k pages cached, requests for it load side by side, each but its last page."""
+    rig = await open_cache()
+    await rig.serve(tokens("abcd")[:16])
+    first, second = rig.lease(tokens("abcd")[:16]), rig.lease(tokens("abcd")[:16])
+    for lease in (first, second):
+        loading = asyncio.create_task(lease.load())
+        await turns()
+        assert loading.done() and loading.result().tokens == 12
+        assert lease.pending_tokens == 0
+    first.release()
+    second.release()
+
+
+async def test_only_what_can_be_reused_is_waited_for(open_cache: Opener) -> None:
+    """Of a cold prompt of k pages the second request waits for k-1, and computes the last one itself."""
+    rig = await open_cache()
+    first, second = rig.lease(tokens("abcd")[:16]), rig.lease(tokens("abcd")[:16])
+    await first.load()
+    first.allocate_nowait(16)
+    assert second.pending_tokens == 12
+    loading = asyncio.create_task(second.load())
+    await turns()
+    assert not loading.done()
+    rig.compute(first)
+    first.commit(12)
+    await turns()
+    assert loading.done() and loading.result().tokens == 12
+    first.release()
+    second.release()

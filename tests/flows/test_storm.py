@@ -66,8 +66,7 @@ class Storm:
     def __init__(self, rig: Rig, rng: random.Random) -> None:
         self.rig = rig
         self.rng = rng
-        self.forwards: set[asyncio.Task[None]] = set()
-        self.prompts: list[str] = []
+        self.forwards: list[asyncio.Task[None]] = []
 
     async def request(self, letters: str) -> None:
         """One request, with everything an engine may do; ends by itself or by a cancel."""
@@ -120,8 +119,7 @@ class Storm:
         fences.append(fence)
         forward = self.forward(before, fence, pages[:num_pages], hashes, first, rng.randrange(1, 8))
         task = asyncio.get_running_loop().create_task(forward)
-        self.forwards.add(task)
-        task.add_done_callback(self.forwards.discard)
+        self.forwards.append(task)
         for _ in range(rng.randrange(1, 3)):
             lease.commit(rng.choice([lease.num_tokens, lease.num_tokens // 2]), after=fence)
         if rng.random() < 0.5:
@@ -141,18 +139,16 @@ class Storm:
         rig, rng = self.rig, self.rng
         while before is not None and not before.passed():  # noqa: ASYNC110 - the storm moves the forwards
             await asyncio.sleep(0)
-        for turn in range(num_turns):
-            for page in range(first):
-                check_page(rig.kv, pages[page], hashes[page])
+        try:
             for page in range(first, len(pages)):
-                if turn:
-                    check_page(rig.kv, pages[page], hashes[page])
-                else:
-                    fill_page(rig.kv, pages[page], hashes[page])
-            await asyncio.sleep(0)
-        if rng.random() < 0.1:
-            fence.fail(ForwardError())
-        else:
+                fill_page(rig.kv, pages[page], hashes[page])
+            for _ in range(num_turns):
+                for page, page_hash in zip(pages, hashes, strict=True):
+                    check_page(rig.kv, page, page_hash)
+                await asyncio.sleep(0)
+            if rng.random() < 0.1:
+                fence.fail(ForwardError())
+        finally:
             fence.set()
 
 
@@ -165,18 +161,21 @@ async def rage(storm: Storm, device: VirtualDevice) -> None:
     """Start requests, move the device and the time, hang up; until nothing is left to happen."""
     rng, rig = storm.rng, storm.rig
     tasks = [asyncio.create_task(storm.request(prompt(rng))) for _ in range(rng.randrange(4, 14))]
+    running = tasks
     for _ in range(4000):
-        running = [task for task in tasks if not task.done()]
-        if not running and not storm.forwards:
+        running = [task for task in [*tasks, *storm.forwards] if not task.done()]
+        if not running:
             break
         await turns(rng.randrange(1, 6))
         device.advance()
         if rng.random() < 0.05:
             rig.clock.advance(rng.choice([0.05, 1, 6]))
-        if rng.random() < 0.02 and running:
-            rng.choice(running).cancel()
+        if rng.random() < 0.02:
+            rng.choice(tasks).cancel()
         if rng.random() < 0.3:
             rig.cache.audit()
+    assert not running, "something waits that nothing will end"
+    await asyncio.gather(*storm.forwards)
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         if outcome is not None and not isinstance(outcome, asyncio.CancelledError | ForwardError):
             raise outcome
@@ -201,6 +200,8 @@ async def storm_of(open_cache: Opener, seed: int) -> None:
         max_offloads_in_flight=rng.choice([1, 64]),
         prefetch_capacity_fraction=rng.choice([0.3, 1.0]),
     )
+    for _ in range(rng.randrange(6)):  # what another process has left there
+        await rig.put_in_store(prompt(rng))
     storm = Storm(rig, rng)
     await rage(storm, device)
     device.auto = True

@@ -277,7 +277,6 @@ class Loads:
 
 
 def missing_hashes(holding: Holding) -> list[bytes]:
-    """Return the hashes of the request's whole pages that are not local."""
+    """Return the hashes of the pages that the request could reuse and that are not local."""
     match = holding.match()
-    num_pages = holding.length // holding.page_tokens
-    return holding.hashes(num_pages)[match.local_pages : num_pages]
+    return holding.hashes(holding.limit_pages)[match.local_pages : holding.limit_pages]
