@@ -278,3 +278,10 @@ def test_config_is_frozen() -> None:
     """A checked config cannot be changed into an unchecked one."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         CacheConfig().page_size = 0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["model_id", "fingerprint"])
+def test_text_that_has_no_bytes_is_refused(name: str) -> None:
+    """A lone surrogate cannot be part of a key."""
+    with pytest.raises(ConfigError, match=f"{name} is .*valid Unicode"):
+        CacheConfig(**{name: "a\ud800"})  # type: ignore[arg-type]

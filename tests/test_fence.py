@@ -175,3 +175,11 @@ async def test_a_fence_may_be_set_after_its_loop() -> None:
     loop.close()
     fence.set()
     fence.block()
+
+
+@pytest.mark.parametrize("error", [None, "oops", ValueError])
+async def test_a_failure_without_an_exception_is_still_one(fence: ThreadFence, error: object) -> None:
+    """Failing with what is no exception fails all the same, and says what was given."""
+    fence.fail(error)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="failed with"):
+        fence.block()

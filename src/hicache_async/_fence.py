@@ -57,6 +57,8 @@ class ThreadFence:
 
     def fail(self, error: BaseException) -> None:
         """Let everybody pass with ``error``. Any thread; does nothing when already settled."""
+        if not isinstance(error, BaseException):  # a failure must not pass for a success, nor leave waiters
+            error = RuntimeError(f"{self.name} failed with {error!r}")
         self._settle(error)
 
     def _settle(self, error: BaseException | None) -> None:

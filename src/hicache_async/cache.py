@@ -312,7 +312,9 @@ class _Opening(AbstractAsyncContextManager[HiCache]):
 
     async def __aenter__(self) -> HiCache:
         if self._is_used:
-            raise ClosedError("this opening was entered before; call HiCache.open(...) again for another cache")
+            raise ClosedError(
+                "this opening was entered before; call HiCache.open(...) again for another cache"
+            )
         self._is_used = True
         await self._cache._open()
         return self._cache

@@ -178,10 +178,8 @@ class CacheConfig:
             _check_number("load_threshold_tokens", self.load_threshold_tokens, int, 0, True, math.inf)
         if self.existence_ttl_s != -1:
             _check_number("existence_ttl_s", self.existence_ttl_s, float, 0, True, math.inf)
-        if not isinstance(self.model_id, str) or not self.model_id:
-            raise ConfigError(f"model_id is {self.model_id!r}; give a non-empty string that names the model")
-        if not isinstance(self.fingerprint, str):
-            raise ConfigError(f"fingerprint is {self.fingerprint!r}; give a string")
+        _check_text("model_id", self.model_id, may_be_empty=False)
+        _check_text("fingerprint", self.fingerprint, may_be_empty=True)
         if not isinstance(self.allow_small_host, bool):
             raise ConfigError(f"allow_small_host is {self.allow_small_host!r}; give True or False")
         self._check_grid()
@@ -291,6 +289,15 @@ def _as_word(name: str, value: object, words: type[_Word]) -> _Word:
         return words(str(value))
     except ValueError:
         raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(words)}") from None
+
+
+def _check_text(name: str, value: object, *, may_be_empty: bool) -> None:
+    right = isinstance(value, str) and (bool(value) or may_be_empty)
+    if right and any("\ud800" <= letter <= "\udfff" for letter in str(value)):
+        right = False  # half of a surrogate pair has no bytes, so it cannot be part of a key
+    if not right:
+        kind = "a string" if may_be_empty else "a non-empty string that names the model"
+        raise ConfigError(f"{name} is {value!r}; give {kind}, of valid Unicode")
 
 
 def _check_number(name: str, value: object, kind: type, low: float, low_allowed: bool, high: float) -> None:

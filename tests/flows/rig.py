@@ -264,6 +264,17 @@ def plain(store: Store | None) -> MemoryStore:
     return store
 
 
+async def prefetched(rig: Rig, letters: str, policy: PrefetchPolicy | None = None) -> tuple[int, int, Stop]:
+    """Prefetch a prompt and release it; checks that the tokens asked for add up, and returns the result."""
+    before = sum(rig.unfulfilled().values())
+    with rig.lease(letters) as lease:
+        missing = len(letters) * PAGE_TOKENS - lease.local_tokens
+        result = await lease.prefetch(policy)
+        rig.cache.audit()
+    assert sum(rig.unfulfilled().values()) - before == missing - result.fetched_tokens
+    return result.hit_tokens, result.fetched_tokens, result.stop
+
+
 class Opener:
     """Open caches for a test, and audit every one of them before it is closed."""
 
@@ -327,6 +338,14 @@ class Opener:
             await rig.cache.close()
 
 
-def leases_of(rig: Rig) -> Sequence[PrefixLease]:
-    """Return the leases that are not released."""
-    return list(rig.cache._leases)
+async def on_host(open_cache: Opener, *prompts: str, **options: object) -> Rig:
+    """Open a cache whose host, and nothing else, holds ``prompts``; its device moves when told."""
+    rig = await open_cache(store=MemoryStore(), **options)  # type: ignore[arg-type]
+    for letters in prompts:
+        await rig.put_in_store(letters)
+        with rig.lease(letters) as lease:
+            await lease.prefetch()
+        assert rig.where(letters) == "h" * len(letters)
+    if isinstance(rig.device, VirtualDevice):
+        rig.virtual.auto = False
+    return rig

@@ -22,7 +22,7 @@ def chain_seed(salt: bytes = b"", adapter: str | None = None) -> bytes:
     """
     if not salt and adapter is None:
         return b""
-    name = adapter.encode() if adapter is not None else b""
+    name = adapter.encode("utf-8", "surrogatepass") if adapter is not None else b""
     parts = struct.pack("<cQ", b"s", len(salt)) + salt
     parts += struct.pack("<cQ", b"-" if adapter is None else b"a", len(name)) + name
     return hashlib.sha256(parts).digest()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from .._hop import Hop
 from .._log import logger
 from ..abc import Store
@@ -59,7 +61,8 @@ def start_store_call(
     """Start a store's coroutine as a hop. Whatever it raises, or is, ends in ``hop.error``."""
 
     async def run(stop: StopToken) -> int:
-        return await call(stop)  # type: ignore[misc, no-any-return] # checked when it has settled
+        count = await call(stop)  # type: ignore[misc] # whatever it is; checked when it has settled
+        return int(count) if isinstance(count, np.integer) else count
 
     ctx.metrics.counters[f"store_calls_{name}"] += 1
     return ctx.hops.start_call(f"store.{name}", run, on_settled)
