@@ -41,7 +41,11 @@ class SqliteStore:
                 count += 1
             return count
 
-        return await self._in_thread(read)
+        loop, job = asyncio.get_running_loop(), self._thread.submit(read)
+        # A cancel ends this coroutine, not the thread: the token says when the buffers are quiet.
+        stop.job_started()
+        job.add_done_callback(lambda _: loop.call_soon_threadsafe(stop.job_ended))
+        return await asyncio.wrap_future(job)
 
     async def write(self, keys: Sequence[str], pages: Sequence[memoryview]) -> int:
         """Store pages, consecutive from the first, and return how many; each is seen whole or not at all."""
@@ -55,8 +59,8 @@ class SqliteStore:
         return await self._in_thread(write)
 
     async def aclose(self) -> None:
+        self._thread.submit(self._db.close)  # behind what still runs
         self._thread.shutdown(wait=False)
-        self._db.close()
 
     def _rows(self, keys: Sequence[str]) -> Iterator[bytes]:
         for key in keys:

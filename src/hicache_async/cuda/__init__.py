@@ -1,0 +1,1 @@
+"""The CUDA device: not part of this version."""
