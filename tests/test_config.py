@@ -16,6 +16,7 @@ from hicache_async.config import (
     KeyScheme,
     PrefetchMode,
     PrefetchOverflow,
+    PrefetchPolicy,
     RankLoss,
     WritePolicy,
 )
@@ -285,3 +286,20 @@ def test_text_that_has_no_bytes_is_refused(name: str) -> None:
     """A lone surrogate cannot be part of a key."""
     with pytest.raises(ConfigError, match=f"{name} is .*valid Unicode"):
         CacheConfig(**{name: "a\ud800"})  # type: ignore[arg-type]
+
+
+def test_a_policy_knows_its_words() -> None:
+    """A policy made from a word ends as that word says; another word is refused."""
+    assert PrefetchPolicy("timeout", 0.1).deadline_s(0, CacheConfig()) == 0.1  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="mode is 'nonsense'"):
+        PrefetchPolicy("nonsense")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["host_bytes", "host_reserve_bytes", "store_batch_pages"])
+def test_huge_integers_are_numbers_too(name: str) -> None:
+    """An integer beyond every float is compared, not converted."""
+    if name == "store_batch_pages":
+        with pytest.raises(ConfigError, match=name):
+            CacheConfig(**{name: 10**400})  # type: ignore[arg-type]
+    else:
+        assert getattr(CacheConfig(**{name: 10**400}), name) == 10**400  # type: ignore[arg-type]

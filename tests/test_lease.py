@@ -11,6 +11,7 @@ from hicache_async import (
     Books,
     CapacityError,
     ClosedError,
+    ConfigError,
     HiCache,
     LeaseError,
     PrefetchPolicy,
@@ -529,3 +530,29 @@ async def test_discard_comes_after_load() -> None:
             assert lease.num_tokens == 33
             await lease.load()
         assert cache.state is State.OPEN
+
+
+async def test_tokens_added_before_load_are_part_of_the_prompt() -> None:
+    """What extend adds before load is matched and booked like the rest: the books close and are not negative."""
+    async with open_cache() as cache:
+        await serve(cache, "warm", list(range(25)))
+        with cache.match_prefix("request", list(range(5))) as lease:
+            lease.extend(list(range(5, 25)))
+            loading = await lease.load()
+            books = lease.books
+        assert books.prompt == 25 and books.computed == 25 - loading.tokens >= 0
+        assert books.device + books.host + books.store + books.computed == books.prompt
+
+
+@pytest.mark.parametrize("policy", ["best_effort", 3, object()])
+async def test_a_policy_is_a_policy(policy: object) -> None:
+    """Prefetch refuses what is no policy, naming it, and the lease can still be used."""
+    async with open_cache(store=MemoryStore()) as cache:
+        lease = cache.match_prefix("request", list(range(33)))
+        with pytest.raises(ConfigError, match="policy is"):
+            await lease.prefetch(policy)  # type: ignore[arg-type]
+        await lease.prefetch()
+        for call in (lambda: lease.commit(0, after="no"), lambda: lease.release(after=3)):  # type: ignore[arg-type]
+            with pytest.raises((ConfigError, LeaseError)):
+                call()
+        lease.release()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
+@runtime_checkable
 class Fence(Protocol):
     """A point in the order of device work."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .abc import Fence
 from .core.holding import Holding
 from .errors import ConfigError, LeaseError
 
@@ -16,6 +17,12 @@ def checked_count(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
         raise ConfigError(f"{name} is {value!r}; it must be an integer >= 0")
     return int(value)
+
+
+def check_fence(after: Fence | None) -> None:
+    """Raise ConfigError for what is neither a fence nor None."""
+    if after is not None and not isinstance(after, Fence):
+        raise ConfigError(f"after is {after!r}; give a fence of the cache, such as host_fence(), or None")
 
 
 def check_live(lease: object, holding: Holding) -> None:

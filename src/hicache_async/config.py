@@ -249,6 +249,7 @@ class PrefetchPolicy:
     cap_s: float | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", _as_word("mode", self.mode, PrefetchMode))
         for name in ("base_s", "per_ki_token_s", "cap_s"):
             value = getattr(self, name)
             if value is not None:
@@ -307,6 +308,10 @@ def _check_number(name: str, value: object, kind: type, low: float, low_allowed:
     right = isinstance(value, accepted) and not isinstance(value, bool)
     if right:
         number: float = value  # type: ignore[assignment]
-        right = math.isfinite(number) and low <= number <= high and (low_allowed or number != low)
+        right = (
+            (isinstance(number, int) or math.isfinite(number))
+            and low <= number <= high
+            and (low_allowed or number != low)
+        )
     if not right:
         raise ConfigError(f"{name} is {value!r}; it must be {wanted} {bound}")

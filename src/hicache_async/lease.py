@@ -19,15 +19,14 @@ from typing import Self
 
 from ._fence import ThreadFence
 from .abc import Fence
-from .checks import check_commit, check_discard, check_live, check_loaded, checked_count
+from .checks import check_commit, check_discard, check_fence, check_live, check_loaded, checked_count
 from .config import PrefetchPolicy
 from .core.holding import Holding
 from .core.tokens import TokenKey, token_bytes
-from .errors import LeaseError
+from .errors import ConfigError, LeaseError
 from .flows.load import Loading, missing_hashes
 from .flows.movers import Movers
 from .flows.prefetch import Prefetch
-from .flows.readiness import hold_until
 from .types import Books, Pages, PrefetchResult, State, Tokens
 
 __all__ = ["Allocation", "Loading", "Prefetch", "PrefixLease"]
@@ -69,7 +68,7 @@ class PrefixLease:
 
     __slots__ = (
         "_announced", "_books", "_check", "_holding", "_is_kept", "_load_called", "_movers", "_on_loaded",
-        "_on_released", "_prefetch", "_prompt_tokens", "_sequence", "device_tokens", "local_tokens",
+        "_on_released", "_prefetch", "_sequence", "device_tokens", "local_tokens",
         "request_id",
     )  # fmt: skip
 
@@ -95,7 +94,6 @@ class PrefixLease:
         self._load_called = False
         self._is_kept = False
         self._announced: dict[int, bytes] = {}
-        self._prompt_tokens = holding.length
         self._books = Books(holding.length, 0, 0, 0, holding.length)
         self.device_tokens = self.local_tokens = 0
         if movers.ctx.reuses:
@@ -180,6 +178,8 @@ class PrefixLease:
         ctx = self._movers.ctx
         if policy is None:
             policy = PrefetchPolicy(ctx.config.prefetch_policy)
+        if not isinstance(policy, PrefetchPolicy):
+            raise ConfigError(f"policy is {policy!r}; give one such as PrefetchPolicy.timeout(), or None")
         self._prefetch = Prefetch(ctx, self._movers.offloads, self._holding, policy, self._ticket(b"plan"))
         return self._prefetch
 
@@ -243,7 +243,7 @@ class PrefixLease:
 
     def _balance(self, loading: Loading) -> Books:
         # What was fetched for this lease is the store's, whoever loaded it; what else is loaded, the host's.
-        page_tokens, tokens, prompt = self._movers.ctx.page_tokens, loading.tokens, self._prompt_tokens
+        page_tokens, tokens, prompt = self._movers.ctx.page_tokens, loading.tokens, self._holding.length
         first = fetched_end = 0
         if self._prefetch is not None:
             first = min(tokens, self._prefetch.start_page * page_tokens)
@@ -296,6 +296,7 @@ class PrefixLease:
         Raises: LeaseError: beyond what the lease knows, or holds pages for.
         """
         self._check_live()
+        check_fence(after)
         ctx, holding = self._movers.ctx, self._holding
         end_page = check_commit(self, holding, num_tokens)
         start = holding.committed_pages
@@ -306,7 +307,7 @@ class PrefixLease:
         ready = () if fence.passed() else (fence,)
         end = holding.commit(end_page, ready)
         if ready and holding.committed_pages > start:
-            hold_until(ctx, end, fence, self._movers.device_room.pump)
+            self._movers.hold(end, fence)
         self._movers.committed(holding)
         self._end_announcements(start, holding.committed_pages)
         return holding.committed_pages * ctx.page_tokens
@@ -326,6 +327,7 @@ class PrefixLease:
         Raises: LeaseError: before load; below what is committed.
         """
         self._check_live()
+        check_fence(after)
         ctx, holding = self._movers.ctx, self._holding
         from_token = check_discard(self, holding, from_token, holding.committed_pages)
         holding.length = min(holding.length, from_token)
@@ -351,15 +353,16 @@ class PrefixLease:
             holding.released = True
             return
         self._check()
+        check_fence(after)
         if self._prefetch is not None:
             self._prefetch.stop()
             self._prefetch.give_up_charges()
         end = holding.device_end
         if offload and end is not None and end.attached and ctx.reuses:
-            self._movers.offloads.offload_path(end, min_hits=0)
+            self._movers.preempt(end)
         fence = ctx.device.fence(None) if after is None else after
         if end is not None and ctx.reuses and not fence.passed():
-            hold_until(ctx, end, fence, self._movers.device_room.pump)
+            self._movers.hold(end, fence)
         holding.release(fence, unpin=ctx.state is not State.FAILED)
         ctx.announcements.end(list(self._announced.values()))
         self._announced.clear()

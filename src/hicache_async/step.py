@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .abc import Fence
-from .checks import check_commit, check_discard, check_loaded, checked_count
+from .checks import check_commit, check_discard, check_fence, check_loaded, checked_count
 from .core.holding import Holding
 from .core.tokens import token_bytes
 from .errors import LeaseError
@@ -62,6 +62,7 @@ def check_batch(batch: StepBatch, leases: Mapping[PrefixLease, Holding]) -> None
         leases: all live ones of the cache.
     Raises: ConfigError, LeaseError: as the methods of the lease would.
     """
+    check_fence(batch.after)
     committed: dict[PrefixLease, int] = {}
     for lease, num_tokens in batch.commit:
         pages = check_commit(lease, _holding(lease, leases), num_tokens)
@@ -72,6 +73,9 @@ def check_batch(batch: StepBatch, leases: Mapping[PrefixLease, Holding]) -> None
     for lease, from_token in batch.discard:
         holding = _holding(lease, leases)
         check_discard(lease, holding, from_token, max(holding.committed_pages, committed.get(lease, 0)))
+    for lease in batch.release:
+        if not isinstance(lease, PrefixLease):
+            raise LeaseError(f"release has {lease!r}; give leases of this cache")
     released = set(batch.release)
     for lease, total_tokens in batch.allocate:
         check_loaded(lease, _holding(lease, leases))

@@ -109,7 +109,7 @@ async def test_a_forward_that_never_ends(open_cache: Opener, logs: Logs) -> None
         lease.commit(12, after=rig.cache.host_fence())
     await rig.cache.close()
     (line,) = events(logs, "cache.close_abandoned")
-    assert set(line["stuck"]) == {"forward.fence", "offload"}
+    assert set(line["stuck"]) == {"forward.fence"}
 
 
 async def test_a_cache_without_work_closes_silently(open_cache: Opener, logs: Logs) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
+from .._hop import Hop
+from ..abc import Fence
 from ..config import WritePolicy
 from ..core.holding import Holding
 from ..core.node import Node
@@ -13,6 +15,7 @@ from .backup import Backups
 from .context import Context
 from .load import Loads
 from .offload import Offloads
+from .readiness import awaits_engine, hold_until
 
 MIN_COMMITS = {WritePolicy.WRITE_THROUGH: 1, WritePolicy.WRITE_THROUGH_SELECTIVE: 2}
 """Commits after which a page is copied to the host; under write_back it is copied at eviction."""
@@ -31,17 +34,46 @@ class Movers:
         self.offloads = Offloads(ctx, self._offload_over)
         self.device_room = DeviceRoom(ctx, self.offloads, holdings)
         self.loads = Loads(ctx, self.device_room)
+        self._forwards: set[Hop[None]] = set()
+        self._behind_forwards: set[Node] = set()
+        """Ends of paths to be written down once the forwards that still write into them are over."""
 
     def committed(self, holding: Holding) -> None:
         """Count the hit and let the write policy act on the committed path."""
         holding.credit()
-        end = holding.device_end
-        if end is None or not end.attached:
+        if holding.device_end is not None:
+            self._write(holding.device_end)
+
+    def _write(self, end: Node) -> None:
+        if not end.attached or not self.ctx.reuses:
             return
+        if any(awaits_engine(node) for node in end.path()):
+            self._behind_forwards.add(end)
         min_hits = MIN_COMMITS.get(self.ctx.config.write_policy)
         if min_hits is not None:
             self.offloads.offload_path(end, min_hits=min_hits)
         self.back_up(end)
+
+    def hold(self, end: Node, fence: Fence) -> None:
+        """Keep the device pages up to ``end`` until the forward behind ``fence`` is over; then write them down.
+
+        No copy is queued before: copies of one direction run in order, and one that waits for a forward
+        would hold up those that give this very forward its pages.
+        """
+        self._forwards.add(hold_until(self.ctx, end, fence, self._forward_over))
+
+    def _forward_over(self, hop: Hop[None], end: Node) -> None:
+        self._forwards.discard(hop)
+        ends, self._behind_forwards = {end, *self._behind_forwards}, set()
+        for each in ends:
+            self._write(each)
+        self.device_room.pump()
+
+    def preempt(self, end: Node) -> None:
+        """Copy the path to ``end`` to the host whatever the policy; what a forward still writes, behind that."""
+        self.offloads.offload_path(end, min_hits=0)
+        for node in end.path():
+            node.hits = max(node.hits, *MIN_COMMITS.values())
 
     def back_up(self, end: Node) -> None:
         """See to it that what the host has of the path to ``end`` is stored; makes up for what was missed.
@@ -54,8 +86,10 @@ class Movers:
                 return
 
     async def drain(self) -> None:
-        """Return when no offload runs and no backup waits."""
-        while not self.offloads.is_idle or not self.backups.is_idle.is_set():
+        """Return when no forward is awaited, no offload runs and no backup waits."""
+        while self._forwards or not self.offloads.is_idle or not self.backups.is_idle.is_set():
+            if self._forwards:
+                await asyncio.wait([hop.settled for hop in self._forwards])
             await self.offloads.settled()
             await self.backups.is_idle.wait()
 

@@ -8,7 +8,6 @@ from functools import partial
 
 import numpy as np
 
-from .._fence import combine, engine_fence_in
 from .._hop import Hop
 from .._log import logger
 from ..abc import CopyPlan, Fence
@@ -17,7 +16,7 @@ from ..core.pool import Owner
 from ..core.room import Move
 from ..types import Tier
 from .context import Context, Pinned
-from .readiness import open_fences, settle_ready, wait_fence
+from .readiness import awaits_engine, open_fences, settle_ready, wait_fence
 
 
 class Offloads:
@@ -35,8 +34,8 @@ class Offloads:
         self._ctx = ctx
         self._on_over = on_over
         self._hops: set[Hop[None]] = set()
-        self._pinning: dict[Hop[None], Fence | None] = {}
-        """Copies whose source is still on the device, and the engine's fence that each is behind, if any."""
+        self._pinning: set[Hop[None]] = set()
+        """Copies whose source is still on the device."""
 
     @property
     def is_idle(self) -> bool:
@@ -49,16 +48,13 @@ class Offloads:
             await asyncio.wait([hop.settled for hop in self._hops])
 
     def next_settled(self) -> asyncio.Future[None] | None:
-        """Return what resolves when a copy ends and its source may leave the device; None: there is none.
-
-        A copy behind a fence that the engine has not set is left out: the engine may be the one who waits.
-        """
-        return next(
-            (hop.settled for hop, fence in self._pinning.items() if fence is None or fence.passed()), None
-        )
+        """Return what resolves when a copy ends and its source may leave the device; None: there is none."""
+        return next((hop.settled for hop in self._pinning), None)
 
     def offload_path(self, end: Node, *, min_hits: int, evict: bool = True) -> bool:
         """Copy what the path to ``end`` lacks on the host, ancestors first, up to the first node with fewer hits.
+
+        A node whose bytes a forward is still writing ends it, too: its copy is made when that is over.
 
         Args:
             min_hits: commits that a node must have seen.
@@ -68,7 +64,9 @@ class Offloads:
         ctx = self._ctx
         path = end.path()
         missing = [node for node in path if node.host.pages is None]
-        wanted = next((i for i, node in enumerate(missing) if node.hits < min_hits), len(missing))
+        wanted = next(
+            (i for i, node in enumerate(missing) if node.hits < min_hits or awaits_engine(node)), len(missing)
+        )
         nodes = missing[:wanted]
         if not nodes:
             return not missing
@@ -124,8 +122,7 @@ class Offloads:
             start += node.num_pages
         pinned = ctx.pin(nodes[-1], Tier.DEVICE, Tier.HOST)
         ctx.metrics.counters["offloaded_pages"] += len(host_pages)
-        behind = combine(ready)
-        self._pinning[self._watch(fence, [pinned], [end])] = behind and engine_fence_in(behind)
+        self._pinning.add(self._watch(fence, [pinned], [end]))
 
     def submit_evictions(self, moves: Sequence[Move]) -> None:
         """Copy evicted nodes out and free their device pages behind the copy's fence."""
@@ -154,7 +151,7 @@ class Offloads:
 
     def _settled(self, hop: Hop[None], *, fence: Fence, pins: Sequence[Pinned], ends: Sequence[Node]) -> None:
         self._hops.discard(hop)
-        self._pinning.pop(hop, None)
+        self._pinning.discard(hop)
         ctx = self._ctx
         for pinned in pins:
             settle_ready(ctx, pinned.node, Tier.HOST, fence, hop.error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from .._fence import AllFences, ThreadFence
+from .._fence import AllFences, ThreadFence, engine_fence_in
 from .._hop import Hop
 from ..abc import Fence
 from ..core.node import Node
@@ -13,25 +13,31 @@ from ..types import Tier
 from .context import Context, Pinned
 
 
-def hold_until(ctx: Context, node: Node, fence: Fence, on_over: Callable[[], None]) -> None:
+def hold_until(
+    ctx: Context, node: Node, fence: Fence, on_over: Callable[[Hop[None], Node], None]
+) -> Hop[None]:
     """Keep the device pages up to ``node`` until ``fence`` has passed: a forward writes or reads them.
 
     Those that were committed behind it are usable afterwards, or cut off if it failed.
 
     Args:
-        on_over: called when nothing is kept any more.
+        on_over: called with the hop and ``node`` when nothing is kept any more.
     """
-    pinned = ctx.pin(node, Tier.DEVICE)
-    settled = partial(_forward_over, ctx, pinned, fence, on_over)
-    ctx.hops.start_call("forward.fence", lambda stop: wait_fence(ctx, fence), settled)
+    settled = partial(_forward_over, ctx, ctx.pin(node, Tier.DEVICE), fence, on_over)
+    return ctx.hops.start_call("forward.fence", lambda stop: wait_fence(ctx, fence), settled)
 
 
 def _forward_over(
-    ctx: Context, pinned: Pinned, fence: Fence, on_over: Callable[[], None], hop: Hop[None]
+    ctx: Context, pinned: Pinned, fence: Fence, on_over: Callable[[Hop[None], Node], None], hop: Hop[None]
 ) -> None:
     settle_ready(ctx, pinned.node, Tier.DEVICE, fence, hop.error)
     ctx.unpin(pinned)
-    on_over()
+    on_over(hop, pinned.node)
+
+
+def awaits_engine(node: Node) -> bool:
+    """Return whether device bytes of ``node`` are still to come from a forward of the engine."""
+    return any(engine_fence_in(fence) is not None for fence in node.device.ready)
 
 
 async def wait_fence(ctx: Context, fence: Fence) -> None:
