@@ -154,12 +154,17 @@ async def test_a_joiner_takes_over_when_the_reader_stops(open_cache: Opener) -> 
         await store.arrived()
         second = joiner.start_prefetch(BEST_EFFORT)
         await turns()
-        first.stop()
+        store.let_in("read")
+        await store.arrived()
+        assert first.stop() == 8
         await turns()
         store.open()
-        assert (await first.settled()).fetched_tokens == 0
+        assert (await first.settled()).fetched_tokens == 8
         assert (await second.settled()).fetched_tokens == 24
         assert recording.num_read == 6
+        assert first.stop() == 8
+        assert (await lease.load()).tokens == 24
+        assert (lease.books.store, lease.books.host) == (8, 16)
 
 
 async def test_a_hung_read_ends_for_all(open_cache: Opener) -> None:

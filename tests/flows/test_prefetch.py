@@ -28,6 +28,7 @@ async def test_complete(open_cache: Opener) -> None:
     assert rig.where("abcdef") == "hhhh"
     rig.check_local("abcd")
     assert rig.unfulfilled() == {Stop.NOT_STORED: 8}
+    assert rig.clock.pending == 0
 
 
 async def test_the_chain_goes_on_from_the_last_local_page(open_cache: Opener) -> None:
@@ -270,6 +271,8 @@ async def test_fetched_pages_stay_until_load(open_cache: Opener) -> None:
         served = await rig.run(lease, prefetch=False)
         assert served.books.store == 16
         assert rig.ctx.prefetch_pages == 0
+        await rig.push_out(8, first="P")
+        assert rig.where("abcd") == "dddd"
         rig.cache.audit()
 
 
