@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_program
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LAST_LINES = {
@@ -24,14 +23,6 @@ def test_every_numbered_example_is_run_here() -> None:
 @pytest.mark.parametrize(("name", "last_line"), LAST_LINES.items())
 def test_examples(name: str, last_line: str, tmp_path: Path) -> None:
     """A newcomer who runs an example sees no warning, and the hit in its last line."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / name)],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    done = run_program(EXAMPLES / name, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == last_line

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_program
 
 README = Path(__file__).parents[1] / "README.md"
 MARKED = re.compile(r"^<!-- test -->\n+```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -40,13 +39,5 @@ def test_blocks(block: str, tmp_path: Path) -> None:
     """A marked block is a whole program, without warnings."""
     script = tmp_path / "readme.py"
     script.write_text(block)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(script)],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    done = run_program(script, tmp_path)
     assert done.returncode == 0, done.stderr

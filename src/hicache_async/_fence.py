@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from ._threads import post_to_loop
 from .abc import Fence
@@ -91,11 +92,7 @@ class ThreadFence:
         """
         if not self._done:
             reached: asyncio.Future[None] = self._loop.create_future()
-
-            def wake() -> None:
-                if not reached.done():
-                    reached.set_result(None)
-
+            wake = partial(resolve, reached)
             self.add_callback(wake)
             try:
                 await reached
@@ -134,14 +131,18 @@ class AllFences:
             fence.block(stream)
 
 
+def parts(fence: Fence | None) -> Sequence[Fence]:
+    """Return the fences that ``fence`` combines; itself, where it combines none."""
+    if fence is None:
+        return ()
+    return fence.fences if isinstance(fence, AllFences) else (fence,)
+
+
 def combine(fences: Iterable[Fence | None]) -> Fence | None:
     """Return one fence behind all that are still open; None: none is."""
     still_open: list[Fence] = []
     for fence in fences:
-        parts = fence.fences if isinstance(fence, AllFences) else (fence,)
-        still_open += [
-            part for part in parts if part is not None and not part.passed() and part not in still_open
-        ]
+        still_open += [part for part in parts(fence) if not part.passed() and part not in still_open]
     if not still_open:
         return None
     return still_open[0] if len(still_open) == 1 else AllFences(still_open)
@@ -149,5 +150,10 @@ def combine(fences: Iterable[Fence | None]) -> Fence | None:
 
 def engine_fence_in(fence: Fence) -> EngineFence | None:
     """Return an open EngineFence that ``fence`` is or contains; None: there is none."""
-    parts = fence.fences if isinstance(fence, AllFences) else (fence,)
-    return next((part for part in parts if isinstance(part, EngineFence) and not part.passed()), None)
+    return next((part for part in parts(fence) if isinstance(part, EngineFence) and not part.passed()), None)
+
+
+def resolve(future: asyncio.Future[None]) -> None:
+    """Set a future that may have been cancelled or set before."""
+    if not future.done():
+        future.set_result(None)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ._fence import resolve
 from .errors import ConfigError
-from .flows.context import Context, resolve
+from .flows.context import Context
 from .flows.movers import Movers
 from .types import Tier
 

@@ -25,17 +25,10 @@ from hicache_async.memory.device_kv import DeviceKV
 from hicache_async.memory.host import HostArena
 from hicache_async.testing.golden import check_page, fill_page
 from hicache_async.testing.manual import ManualThreads
+from tests.dtypes import DTYPES
 
 LAYERS, DEVICE_PAGES, HOST_PAGES = 4, 12, 16
 LAYOUTS = [HostLayout.LAYER_FIRST, HostLayout.PAGE_FIRST, HostLayout.PAGE_FIRST_DIRECT]
-DTYPES = [
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.uint8,
-]
 KINDS: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
     "mha": ((2, 8, 4), (2, 8, 4)),
     "gqa": ((2, 2, 4), (2, 2, 4)),

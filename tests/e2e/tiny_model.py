@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from llama import Llama, LlamaConfig
 from numpy.typing import NDArray
 from paged_engine import PagedKV
 from torch import Tensor
@@ -27,23 +26,13 @@ from hicache_async.config import IO_MODES, HostLayout
 from hicache_async.core.hashing import HashChain
 from hicache_async.core.tokens import TokenKey
 from hicache_async.stores import FileStore
+from tests.tiny_llama import MODEL
 
 torch.set_num_threads(1)  # a team of threads takes longer to meet than these matrices to multiply
 
 PAGE_SIZE = 4
 DEVICE_PAGES = 12
 HOST_PAGES = 25
-MODEL = Llama.random(
-    LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=97,
-    )
-)
 
 
 def prompt(seed: int, num_tokens: int = 6 * PAGE_SIZE + 3) -> list[int]:

@@ -10,24 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from llama import ContextKV, Llama, LlamaConfig
+from llama import ContextKV, Llama
 from paged_engine import Answer, PagedEngine, PagedKV
 
 from hicache_async import Books, CacheConfig, Device, HiCache
 from hicache_async.testing.virtual_device import NotReadyError, VirtualDevice
+from tests.tiny_llama import MODEL
 
 PAGE_SIZE = 8
-MODEL = Llama.random(
-    LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=97,
-    )
-)
 
 
 class GatedModel(Llama):

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from hicache_async import CapacityError, HiCacheError, InvariantError, State, Stop
-from hicache_async.flows import load, offload
+from hicache_async.flows import backup, fetch, load, offload
 from hicache_async.flows.backup import Backups
 from hicache_async.flows.fetch import Fetch
 from hicache_async.flows.prefetch import Prefetch
@@ -188,7 +188,8 @@ PLACES = [
     (Backups, "_next_batch"),
     (Backups, "_write"),
     (Backups, "_settled"),
-    (Backups, "_mark_stored"),
+    (backup, "mark_stored"),
+    (fetch, "mark_stored"),
     (offload, "settle_ready"),
     (load, "settle_ready"),
 ]

@@ -9,15 +9,7 @@ import torch
 
 from hicache_async.errors import ConfigError
 from hicache_async.memory.device_kv import DeviceKV
-
-DTYPES = [
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.uint8,
-]
+from tests.dtypes import DTYPES
 
 
 def layers(*shape: int, count: int = 3, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:

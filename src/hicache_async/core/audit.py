@@ -8,8 +8,8 @@ import numpy as np
 
 from ..errors import InvariantError
 from ..types import Pages, Residency, Tier
-from .node import Node
-from .pool import NO_PAGES, Owner, PagePool
+from .node import Node, pages_of
+from .pool import Owner, PagePool
 from .tree import TIERS, PrefixTree
 
 
@@ -98,8 +98,7 @@ def _check_queued(tree: PrefixTree, node: Node) -> None:
 def tree_pages(tree: PrefixTree, tier: Tier) -> Pages:
     """Return the page ids of ``tier`` that nodes hold, detached ones included, in no order."""
     nodes = [node for root in tree.roots.values() for node in root.subtree()] + list(tree.detached)
-    held = [copy.pages for node in nodes if (copy := node.copy_in(tier)).pages is not None]
-    return np.concatenate(held) if held else NO_PAGES
+    return pages_of(nodes, tier)
 
 
 def check_pins(tree: PrefixTree, expected: dict[Tier, Counter[Node]]) -> None:

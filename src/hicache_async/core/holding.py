@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from ..abc import Fence
 from ..errors import LeaseError
 from ..types import Tier
 from .hashing import HashChain
-from .node import Node
+from .node import Node, pages_of
 from .page_table import PageTable
-from .pool import NO_PAGES, Owner, PagePool
+from .pool import Owner, PagePool
 from .tokens import TOKEN_NBYTES, TokenKey
 from .tree import Match, PrefixTree
 
@@ -36,7 +34,7 @@ class Holding:
 
     __slots__ = (
         "_tree", "chain", "committed_pages", "credited_pages", "device_end", "host_end", "host_end_page",
-        "key", "length", "loaded", "loaded_pages", "released", "table", "whole",
+        "key", "length", "loaded", "released", "table", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -62,7 +60,6 @@ class Holding:
         self.committed_pages = 0
         self.credited_pages = 0
         """Up to where the nodes of the path have counted this request as a hit; each counts it once."""
-        self.loaded_pages = 0
         self.loaded = False
         self.released = False
 
@@ -108,11 +105,10 @@ class Holding:
 
     def settle_load(self, end: Node, num_pages: int) -> None:
         """Take over the first ``num_pages``, all on the device; ``end`` is pinned for this lease already."""
-        pages = [node.device.pages for node in end.path() if node.device.pages is not None]
-        self.table.begin(np.concatenate(pages) if pages else NO_PAGES)
+        self.table.begin(pages_of(end.path(), Tier.DEVICE))
         assert len(self.table) == num_pages
         self.device_end = end
-        self.committed_pages = self.loaded_pages = num_pages
+        self.committed_pages = num_pages
         self.loaded = True
 
     # Giving

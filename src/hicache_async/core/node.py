@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
 
 from ..abc import Fence
 from ..types import Pages, Residency, Tier
@@ -114,3 +116,9 @@ class Node:
             yield node
             if node.children:
                 stack.extend(node.children.values())
+
+
+def pages_of(nodes: Iterable[Node], tier: Tier) -> Pages:
+    """Return the page ids of ``tier`` that ``nodes`` hold, int64, node after node; those without any add none."""
+    held = [copy.pages for node in nodes if (copy := node.copy_in(tier)).pages is not None]
+    return np.concatenate(held) if held else np.empty(0, dtype=np.int64)

@@ -217,6 +217,15 @@ class PrefixTree:
         parent.copy_in(tier).children += 1
         self.queues[tier].offer(node)
 
+    def put_run(
+        self, tier: Tier, nodes: Sequence[Node], pages: Pages, *, source: Owner, ready: Sequence[Fence]
+    ) -> None:
+        """Give ``nodes``, from the root's side on, their parts of ``pages``: :meth:`put` for each."""
+        start = 0
+        for node in nodes:
+            self.put(tier, node, pages[start : start + node.num_pages], source=source, ready=ready)
+            start += node.num_pages
+
     def take(self, tier: Tier, node: Node) -> Pages:
         """Take a node's pages of ``tier`` away and return them; a node left without a tier leaves the tree.
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from .._fence import resolve
 from .._threads import post_to_loop
 
 _HAND_OVER_S = 1e-6  # in effect about 60 us, the timer slack of Linux
@@ -130,12 +131,8 @@ class LayerFence:
             loop = asyncio.get_running_loop()
             reached: asyncio.Future[None] = loop.create_future()
 
-            def reach() -> None:
-                if not reached.done():
-                    reached.set_result(None)
-
             def wake() -> None:
-                post_to_loop(loop.call_soon_threadsafe, reach)
+                post_to_loop(loop.call_soon_threadsafe, resolve, reached)
 
             self.when_settled(wake)
             try:

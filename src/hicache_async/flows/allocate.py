@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .._fence import combine
+from .._fence import combine, resolve
 from ..core.holding import Holding
 from ..core.page_table import PageTable
 from ..core.pool import NO_PAGES, Grant, Owner
 from ..errors import CapacityError
 from ..types import Tier
-from .context import Context, resolve
+from .context import Context
 from .offload import Offloads
 
 COPY_WAIT_S = 1.0

@@ -6,16 +6,15 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
-
 from .._hop import Hop
 from .._log import logger
 from ..abc import Store
-from ..core.node import Node
+from ..core.node import Node, pages_of
 from ..types import Pages, StopToken, Tier
 from .calls import answered_count, fault_of, start_store_call
 from .context import Context, Pinned, settled_within
 from .page_bytes import batch_pages, filled_views
+from .stored import mark_stored
 
 MAX_HUNG_WRITES = 2
 """Writes that outlived their deadline and still hold pages; with so many no further one is started."""
@@ -110,7 +109,7 @@ class Backups:
     async def _write(self, store: Store, nodes: Sequence[Node]) -> bool:
         ctx = self._ctx
         last, epoch = nodes[-1], ctx.tree.store_epoch
-        pages = np.concatenate([node.host.pages for node in nodes if node.host.pages is not None])
+        pages = pages_of(nodes, Tier.HOST)
         keys = ctx.keys.keys([page_hash for node in nodes for page_hash in node.hashes])
         pinned = ctx.pin(last, Tier.HOST)
 
@@ -135,7 +134,7 @@ class Backups:
         answer = answered_count(hop, len(pages))
         count = answer or 0
         if epoch == ctx.tree.store_epoch:
-            self._mark_stored(pinned.node, len(pages), count, epoch)
+            mark_stored(ctx.tree, pinned.node, len(pages), count)
         ctx.unpin(pinned)
         ctx.metrics.counters["backed_up_pages"] += count
         if count < len(pages):
@@ -145,19 +144,6 @@ class Backups:
             self._note_health(False, fault_of(hop, len(pages)))
         else:  # of a store that got full in the middle the next call tells more
             self._note_health(count > 0, f"0 of {len(pages)} pages were written")
-
-    def _mark_stored(self, last: Node, num_pages: int, count: int, epoch: int) -> None:
-        # The batch is the `num_pages` above the end of `last`, however they were split meanwhile.
-        end = num_pages
-        node = last
-        while end > 0 and node.parent is not None:
-            start = end - node.num_pages
-            above = node.parent
-            if end <= count:
-                node.stored = epoch
-            elif 0 <= start < count:
-                self._ctx.tree.split(node, count - start).stored = epoch
-            node, end = above, start
 
     def _note_health(self, healthy: bool, fault: str) -> None:
         if self._healthy and not healthy:

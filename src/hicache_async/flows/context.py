@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from .._fence import resolve
 from .._hop import Hop, HopRegistry
 from .._log import logger
 from ..abc import Clock, Device, Ranks, Store
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Pinned:
-    """What a running move holds of the tree: pins and anchors, for audits."""
+    """What a running move has pinned, for audits."""
 
     node: Node
     tiers: tuple[Tier, ...]
@@ -174,12 +175,6 @@ class Context:
         error = InvariantError(f"the cache has failed and serves without reuse: {self.failure!r}")
         error.__cause__ = self.failure
         return error
-
-
-def resolve(future: asyncio.Future[None]) -> None:
-    """Set a future that may have been cancelled or set before."""
-    if not future.done():
-        future.set_result(None)
 
 
 async def settled_within(clock: Clock, future: asyncio.Future[None], timeout_s: float) -> bool:

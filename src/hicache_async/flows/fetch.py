@@ -20,6 +20,7 @@ from .charge import Charge
 from .context import Context, Pinned, settled_within
 from .offload import Offloads
 from .page_bytes import batch_pages, empty_views, publish
+from .stored import mark_stored
 
 
 class Interested(Protocol):
@@ -71,7 +72,7 @@ class Fetch:
         self._anchor: Node | None = None
         self._anchor_pin: Pinned | None = None
         ctx.fetches[self.first_hash] = self
-        self._task = ctx.spawn(self._run(), "fetch")
+        ctx.spawn(self._run(), "fetch")
 
     @property
     def first_hash(self) -> bytes:
@@ -205,7 +206,8 @@ class Fetch:
         # The end of what is attached becomes the anchor of the next batch, and every request's pin.
         ctx = self._ctx
         if ctx.store is self._store:
-            self._mark_stored(end, end_page - self.attached_page)
+            num_pages = end_page - self.attached_page
+            mark_stored(ctx.tree, end, num_pages, num_pages)
         pin = ctx.pin(end, Tier.HOST)
         ctx.tree.anchor(end)
         self._let_go()
@@ -213,14 +215,6 @@ class Fetch:
         self.attached_page = end_page
         for request in self._listening:
             request.reached(end, end_page, self._charge)
-
-    def _mark_stored(self, end: Node, num_pages: int) -> None:
-        node = end
-        while num_pages > 0 and node.parent is not None:
-            num_pages -= node.num_pages
-            if num_pages >= 0:
-                node.stored = self._ctx.tree.store_epoch
-            node = node.parent
 
     def _explain_short(self, hop: Hop[int], num_pages: int) -> None:
         if self.stop in (Stop.STOPPED, Stop.ANCHOR_NOT_BACKED):

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-
+from .._fence import parts, resolve
 from .._hop import Hop
 from .._log import logger
 from ..abc import CopyPlan, Fence
 from ..core.holding import Holding
-from ..core.node import Node
-from ..core.pool import NO_PAGES, Owner
+from ..core.node import Node, pages_of
+from ..core.pool import Owner
+from ..core.tree import Match
 from ..types import Pages, Tier
 from .allocate import DeviceRoom
-from .context import Context, Pinned, resolve
-from .readiness import open_fences, parts, settle_ready, wait_fence
+from .context import Context, Pinned
+from .readiness import open_fences, settle_ready, wait_fence
 
 
 @dataclass(slots=True, eq=False)
@@ -147,7 +147,7 @@ class Loads:
         Cancellation: before the agreement nothing is moved; what is reserved stays with the lease.
         """
         ctx = self._ctx
-        slot = ctx.reuses and self._host_pages(holding) > 0
+        slot = ctx.reuses and self._host_pages(holding.match()) > 0
         if slot:
             await self._slots.take(priority)
         placed: _Placed | None = None
@@ -169,8 +169,7 @@ class Loads:
             if slot:
                 self._slots.give_back()
 
-    def _host_pages(self, holding: Holding) -> int:
-        match = holding.match()
+    def _host_pages(self, match: Match) -> int:
         num_pages = match.local_pages - match.device_pages
         worth = num_pages * self._ctx.page_tokens >= self._ctx.config.effective_load_threshold_tokens
         return num_pages if worth else 0
@@ -181,7 +180,7 @@ class Loads:
         if not ctx.reuses:
             return _Placed(0, 0, None)
         match = holding.match()
-        device_pages, end_page = match.device_pages, match.device_pages + self._host_pages(holding)
+        device_pages, end_page = match.device_pages, match.device_pages + self._host_pages(match)
         device_end = tree.cut(match, device_pages)
         tree.pin(Tier.DEVICE, device_end)
         holding.device_end = device_end
@@ -238,8 +237,7 @@ class Loads:
 
     def _copy(self, holding: Holding, nodes: Sequence[Node], *, slot: bool) -> bool:
         ctx, tree = self._ctx, self._ctx.tree
-        sources = [node.host.pages for node in nodes if node.host.pages is not None]
-        host_pages = np.concatenate(sources) if sources else NO_PAGES
+        host_pages = pages_of(nodes, Tier.HOST)
         targets = holding.table.reserved[: len(host_pages)]
         plan = CopyPlan(ctx.kv, ctx.arena, targets, host_pages)
         after = [*open_fences(nodes, Tier.HOST), *parts(holding.table.open_fence())]
@@ -247,11 +245,7 @@ class Loads:
         if fences is None:
             return False
         holding.table.take_reserved(len(host_pages))
-        start = 0
-        for node in nodes:
-            pages = targets[start : start + node.num_pages]
-            tree.put(Tier.DEVICE, node, pages, source=Owner.LEASE, ready=fences)
-            start += node.num_pages
+        tree.put_run(Tier.DEVICE, nodes, targets, source=Owner.LEASE, ready=fences)
         pinned = ctx.pin(nodes[-1], Tier.DEVICE, Tier.HOST)
         ctx.metrics.counters["loaded_pages"] += len(host_pages)
         settled = partial(self._settled, pinned=pinned, last=fences[-1], slot=slot)

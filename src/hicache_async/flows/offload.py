@@ -11,7 +11,7 @@ import numpy as np
 from .._hop import Hop
 from .._log import logger
 from ..abc import CopyPlan, Fence
-from ..core.node import Node
+from ..core.node import Node, pages_of
 from ..core.pool import Owner
 from ..core.room import Move
 from ..types import Tier
@@ -106,8 +106,7 @@ class Offloads:
 
     def _submit(self, nodes: Sequence[Node], end: Node) -> None:
         ctx = self._ctx
-        sources = [node.device.pages for node in nodes if node.device.pages is not None]
-        device_pages = np.concatenate(sources)
+        device_pages = pages_of(nodes, Tier.DEVICE)
         host_pages = ctx.host_pool.take(len(device_pages), Owner.LEASE, fenced=False).pages
         plan = CopyPlan(ctx.kv, ctx.arena, device_pages, host_pages)
         ready = open_fences(nodes, Tier.DEVICE)
@@ -115,11 +114,7 @@ class Offloads:
         if fence is None:
             ctx.host_pool.free(host_pages, Owner.LEASE)
             return
-        start = 0
-        for node in nodes:
-            pages = host_pages[start : start + node.num_pages]
-            ctx.tree.put(Tier.HOST, node, pages, source=Owner.LEASE, ready=(fence,))
-            start += node.num_pages
+        ctx.tree.put_run(Tier.HOST, nodes, host_pages, source=Owner.LEASE, ready=(fence,))
         pinned = ctx.pin(nodes[-1], Tier.DEVICE, Tier.HOST)
         ctx.metrics.counters["offloaded_pages"] += len(host_pages)
         self._pinning.add(self._watch(fence, [pinned], [end]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from .._fence import resolve
 from .._log import logger
 from ..abc import Store, TimerHandle
 from ..config import PrefetchPolicy
@@ -12,7 +13,7 @@ from ..core.node import Node
 from ..types import PrefetchResult, Stop
 from .calls import count_prefix
 from .charge import Charge
-from .context import Context, resolve, settled_within
+from .context import Context, settled_within
 from .fetch import Fetch
 from .offload import Offloads
 
@@ -183,7 +184,7 @@ class Prefetch:
             self._fetch = None
             if self._stop_reason is None and fetch.stop is Stop.COMPLETE:
                 before = local_pages
-            elif self._stop_reason is None and fetch.stop is not Stop.STOPPED:
+            elif self._stop_reason is None:
                 return fetch.stop
         return self._stop_reason
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from .._fence import AllFences, ThreadFence, engine_fence_in
+from .._fence import ThreadFence, engine_fence_in
 from .._hop import Hop
 from ..abc import Fence
 from ..core.node import Node
@@ -55,13 +55,6 @@ def open_fences(nodes: Sequence[Node], tier: Tier) -> list[Fence]:
     queued behind it will then fail, too.
     """
     return list({fence: None for node in nodes for fence in node.copy_in(tier).ready})
-
-
-def parts(fence: Fence | None) -> Sequence[Fence]:
-    """Return what ``fence`` combines, for a device to queue a copy behind."""
-    if fence is None:
-        return ()
-    return fence.fences if isinstance(fence, AllFences) else (fence,)
 
 
 def settle_ready(ctx: Context, node: Node, tier: Tier, fence: Fence, error: BaseException | None) -> None:
