@@ -36,15 +36,15 @@ class Movers:
         self.loads = Loads(ctx, self.device_room)
         self._forwards: set[Hop[None]] = set()
         self._behind_forwards: set[Node] = set()
-        """Ends of paths to be written down once the forwards that still write into them are over."""
+        """Ends of paths that the write policy sees again when the forwards that write into them are over."""
 
     def committed(self, holding: Holding) -> None:
         """Count the hit and let the write policy act on the committed path."""
         holding.credit()
         if holding.device_end is not None:
-            self._write(holding.device_end)
+            self._apply_write_policy(holding.device_end)
 
-    def _write(self, end: Node) -> None:
+    def _apply_write_policy(self, end: Node) -> None:
         if not end.attached or not self.ctx.reuses:
             return
         if any(awaits_engine(node) for node in end.path()):
@@ -55,7 +55,7 @@ class Movers:
         self.back_up(end)
 
     def hold(self, end: Node, fence: Fence) -> None:
-        """Keep the device pages up to ``end`` until the forward behind ``fence`` is over; then write them down.
+        """Keep the device pages up to ``end`` until the forward behind ``fence`` is over; then the policy acts.
 
         No copy is queued before: copies of one direction run in order, and one that waits for a forward
         would hold up those that give this very forward its pages.
@@ -66,7 +66,7 @@ class Movers:
         self._forwards.discard(hop)
         ends, self._behind_forwards = {end, *self._behind_forwards}, set()
         for each in ends:
-            self._write(each)
+            self._apply_write_policy(each)
         self.device_room.pump()
 
     def preempt(self, end: Node) -> None:
