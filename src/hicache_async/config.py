@@ -102,6 +102,8 @@ _RANGES: dict[str, tuple[type, float, bool, float]] = {
     "prefetch_timeout_per_ki_token_s": (float, 0, True, math.inf),
     "prefetch_timeout_cap_s": (float, 0, True, math.inf),
     "prefetch_capacity_fraction": (float, 0, False, 1),
+    "write_back_low_water": (float, 0, True, 1),
+    "pin_capacity_fraction": (float, 0, True, 1),
     "store_batch_pages": (int, 1, True, 1 << 16),
     "max_loads_in_flight": (int, 1, True, 1 << 10),
     "max_offloads_in_flight": (int, 1, True, 1 << 16),
@@ -132,10 +134,16 @@ class CacheConfig:
     host_ratio: float = 2.0
     host_bytes: int | None = None
     host_reserve_bytes: int = 10 << 30
+    ranks_on_host: int | None = None
+    """How many ranks of this machine take a host pool of this size; None: all of the grid."""
     allow_small_host: bool = False
     host_layout: HostLayout = HostLayout.PAGE_FIRST
     io_mode: IoMode = IoMode.KERNEL
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
+    write_back_low_water: float = 0.1
+    """Under write_back this share of the device pages is kept free, or copied to the host ahead of eviction."""
+    pin_capacity_fraction: float = 0.5
+    """How much of a pool an operator's pins may keep."""
     prefetch_policy: PrefetchMode = PrefetchMode.TIMEOUT
     prefetch_threshold_tokens: int = 256
     prefetch_timeout_base_s: float = 1.0
@@ -174,6 +182,8 @@ class CacheConfig:
             _check_number(name, getattr(self, name), kind, low, low_allowed, high)
         if self.host_bytes is not None:
             _check_number("host_bytes", self.host_bytes, int, 0, False, math.inf)
+        if self.ranks_on_host is not None:
+            _check_number("ranks_on_host", self.ranks_on_host, int, 1, True, 1 << 16)
         if self.load_threshold_tokens is not None:
             _check_number("load_threshold_tokens", self.load_threshold_tokens, int, 0, True, math.inf)
         if self.existence_ttl_s != -1:
@@ -224,6 +234,11 @@ class CacheConfig:
                 )
             known[field_name] = value
         return cls(**known)  # type: ignore[arg-type]
+
+    @property
+    def effective_ranks_on_host(self) -> int:
+        """Ranks that share this machine's memory."""
+        return self.ranks_on_host or self.tp_size * self.pp_size * self.cp_size
 
     @property
     def effective_prefetch_threshold_tokens(self) -> int:
