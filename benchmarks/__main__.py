@@ -18,7 +18,7 @@ from .harness import Benchmark, Record, choose
 
 BENCHMARKS: list[Benchmark] = [*tree.BENCHMARKS, *file.BENCHMARKS, *flow.BENCHMARKS]
 
-ROW = "{:<14} {:<24} {:>10} {:>10} {:<4} {:>7} {:>7}  {}"
+ROW = "{:<16} {:<24} {:>10} {:>10} {:<4} {:>7} {:>7}  {}"
 HEADER = ROW.format("name", "params", "value", "floor", "unit", "ratio", "spread", "floor is")
 
 

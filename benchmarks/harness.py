@@ -99,6 +99,15 @@ def undone(sample: Sample, undo: Callable[[], Awaitable[object]]) -> Sample:
     return sample_and_undo
 
 
+def repeated(sample: Sample, times: int) -> Sample:
+    """Return a sample that takes ``sample`` so often and gives the mean."""
+
+    async def samples() -> float:
+        return statistics.fmean([await sample() for _ in range(times)])
+
+    return samples
+
+
 async def interleave(
     candidate: Sample, floor: Sample, rounds: int, *, warmups: int = 1
 ) -> list[tuple[float, float]]:
@@ -135,6 +144,24 @@ async def measure(
         ratio=ratio,
         spread=_quartile_distance([seconds / other for seconds, other in pairs]) / ratio,
         rounds=rounds,
+        load=os.getloadavg()[0],
+    )
+
+
+def counted(
+    name: str, params: dict[str, Param], value: float, floor: float, *, floor_name: str, unit: str
+) -> Record:
+    """Return the record of what is counted, not timed, and comes out the same each time."""
+    return Record(
+        name=name,
+        params=params,
+        value=value,
+        unit=unit,
+        floor=floor,
+        floor_name=floor_name,
+        ratio=value / floor,
+        spread=0.0,
+        rounds=1,
         load=os.getloadavg()[0],
     )
 

@@ -61,6 +61,14 @@ CONFIGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"host_layout": "page_first", "io_mode": "direct"}, ("page_first", "io_mode direct", "these do: layer")),
     ({"host_layout": "page_first_direct"}, ("page_first_direct", "io_mode kernel", "direct")),
     ({"tp_rank": 2, "tp_size": 2}, ("tp_rank is 2", "0 .. tp_size-1 = 1")),
+    ({"ranks_on_host": 0}, ("ranks_on_host is 0", "integer >= 1 and <= 65536")),
+    ({"write_back_low_water": 1.5}, ("write_back_low_water is 1.5", ">= 0 and <= 1")),
+    ({"pin_capacity_fraction": -0.1}, ("pin_capacity_fraction is -0.1", ">= 0 and <= 1")),
+    (
+        {"device_eviction_policy": "mru"},
+        ("device_eviction_policy is 'mru'", "give one of lru", "key(candidate)"),
+    ),
+    ({"host_eviction_policy": dict}, ("host_eviction_policy is <class 'dict'>", "give one of lru")),
 ]
 
 
@@ -252,10 +260,15 @@ def test_the_same_ids_in_any_form(tokens: Any) -> None:
         ({"request_id": 7}, ("request_id is 7", "non-empty string")),
         ({"salt": "tenant"}, ("salt is 'tenant'", "bytes")),
         ({"adapter": b"lora"}, ("adapter is b'lora'", "string or None")),
+        ({"priority": "high"}, ("priority is 'high'", "an integer", "the higher the more worth")),
+        ({"priority": 1.5}, ("priority is 1.5", "an integer")),
+        ({"priority": None}, ("priority is None", "an integer")),
+        ({"output_priority": True}, ("output_priority is True", "an integer")),
+        ({"priority": 1, "output_priority": "low"}, ("output_priority is 'low'", "an integer")),
     ],
 )
 async def test_names_of_a_request(arguments: dict[str, Any], parts: tuple[str, ...]) -> None:
-    """A request needs a name; salt and adapter have their types."""
+    """A request needs a name; salt, adapter and priorities have their types."""
     async with open_cache() as cache:
         with refused(ConfigError, *parts):
             cache.match_prefix(**({"request_id": "r", "tokens": [1]} | arguments))

@@ -7,15 +7,32 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks.harness import Benchmark, Sample, choose, interleave, measure, timed, timed_async, undone
+from benchmarks.harness import (
+    Benchmark,
+    Sample,
+    choose,
+    counted,
+    interleave,
+    measure,
+    repeated,
+    timed,
+    timed_async,
+    undone,
+)
 from benchmarks.peers import __main__ as peers
+from benchmarks.peers.tree_sides import NUM_SAMPLES
+from benchmarks.trees import CHAIN, Leaves
 
 ROOT = Path(__file__).parents[1]
 FIELDS = ["name", "params", "value", "unit", "floor", "floor_name", "ratio"]
+TREE_RECORDS = (
+    ["tree.match"] * 4 + ["tree.match_list", "tree.hash"] + ["tree.evict"] * 2 + ["tree.leaf_nbytes"]
+)
 
 
 def scripted(name: str, seconds: Sequence[float], calls: list[str]) -> Sample:
@@ -82,6 +99,36 @@ async def test_samples_count_calls_and_undo_what_they_did() -> None:
     assert calls == ["sync", "sync", "sync", "undo", "work", "undo"]
 
 
+@pytest.mark.asyncio
+async def test_a_repeated_sample_gives_the_mean() -> None:
+    """A sample is taken as often as said, and the mean of all of them counts."""
+    calls: list[str] = []
+    assert await repeated(scripted("a", [1, 2, 6], calls), 3)() == 3
+    assert calls == ["a"] * 3
+
+
+def test_what_is_counted_is_a_record_like_any_other() -> None:
+    """A record that was not timed has the same fields and the ratio of its value to its floor."""
+    fields = counted("family.nbytes", {"leaves": 4}, 512, 1024, floor_name="the floor", unit="B").as_dict()
+    assert list(fields)[: len(FIELDS)] == FIELDS
+    assert (fields["value"], fields["floor"], fields["ratio"], fields["unit"]) == (512, 1024, 0.5, "B")
+
+
+def test_leaves_fill_the_device_and_the_oldest_one_goes() -> None:
+    """What is timed as one eviction lets one leaf go, the one that was used longest ago."""
+    leaves = Leaves(4)
+    leaves.fill()
+
+    def resident() -> list[bytes]:
+        return list(leaves.tree.root(CHAIN.seed).children or {})
+
+    before = resident()
+    leaves.evict()
+    assert resident() == before[1:]
+    leaves.grow()
+    assert resident()[:-1] == before[1:] and len(resident()) == 4
+
+
 def test_only_chooses_by_the_beginning_of_the_name() -> None:
     """A prefix picks all names that begin with it, the empty one every name."""
     benchmarks = [
@@ -102,22 +149,36 @@ def test_a_prefix_of_nothing_is_an_error(
     assert shown.out == "" and "'nothing'" in shown.err
 
 
-def test_a_quick_run_prints_one_json_object_a_line() -> None:
-    """The command prints a record for each number of nodes, and nothing else, on standard output."""
+def run_module(module: str, *options: str) -> list[dict[str, Any]]:
+    """Run a module of the benchmarks and return its standard output, one JSON object a line."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--quick", "--only", "tree.match", "--format", "json"],
+        [sys.executable, "-m", module, *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=50,
         check=True,
     )
-    records = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [record["params"]["nodes"] for record in records] == [1, 8, 16, 512]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_quick_run_prints_one_json_object_a_line() -> None:
+    """The command prints every record of the tree, and nothing else, on standard output."""
+    records = run_module("benchmarks", "--quick", "--only", "tree", "--format", "json")
+    assert [record["name"] for record in records] == TREE_RECORDS
+    assert [record["params"]["nodes"] for record in records[:4]] == [1, 8, 16, 512]
     for record in records:
         assert set(FIELDS) <= record.keys()
-        assert record["name"] == "tree.match"
         assert record["value"] > 0 and record["floor"] > 0 and record["ratio"] > 0
+
+
+def test_our_side_of_the_tree_measures_what_its_suite_names() -> None:
+    """Each record of the tree beside others comes back from our side, with all of its samples."""
+    (suite,) = (suite for suite in peers.SUITES if suite.family == "tree")
+    lines = run_module("benchmarks.peers.tree_ours", *suite.records)
+    assert [line["name"] for line in lines] == list(suite.records)
+    for line in lines:
+        assert len(line["seconds"]) == NUM_SAMPLES and min(line["seconds"]) > 0
 
 
 def test_peers_alternate_and_are_compared_by_medians(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from hicache_async.config import (
     WritePolicy,
 )
 from hicache_async.errors import ConfigError, NamespaceError
+from hicache_async.eviction import Candidate, Slru
 
 DEFAULTS: dict[str, object] = {
     "model_id": "model",
@@ -29,10 +30,15 @@ DEFAULTS: dict[str, object] = {
     "host_ratio": 2.0,
     "host_bytes": None,
     "host_reserve_bytes": 10 << 30,
+    "ranks_on_host": None,
     "allow_small_host": False,
     "host_layout": "page_first",
     "io_mode": "kernel",
+    "device_eviction_policy": "lru",
+    "host_eviction_policy": "lru",
     "write_policy": "write_through_selective",
+    "write_back_low_water": 0.1,
+    "pin_capacity_fraction": 0.5,
     "prefetch_policy": "timeout",
     "prefetch_threshold_tokens": 256,
     "prefetch_timeout_base_s": 1.0,
@@ -69,6 +75,7 @@ INTEGERS: dict[str, tuple[list[int], str, list[int]]] = {
     "page_size": ([1, 1 << 20], ">= 1 and <= 1048576", [0, -1, (1 << 20) + 1]),
     "host_bytes": ([1, 1 << 50], "> 0", [0, -1]),
     "host_reserve_bytes": ([0, 1 << 50], ">= 0", [-1]),
+    "ranks_on_host": ([1, 1 << 16], ">= 1 and <= 65536", [0, -1, (1 << 16) + 1]),
     "prefetch_threshold_tokens": ([0, 1 << 40], ">= 0", [-1]),
     "store_batch_pages": ([1, 1 << 16], ">= 1 and <= 65536", [0, (1 << 16) + 1]),
     "load_threshold_tokens": ([0, 1 << 40], ">= 0", [-1]),
@@ -85,6 +92,8 @@ NUMBERS: dict[str, tuple[list[float], str, list[float]]] = {
     "prefetch_timeout_per_ki_token_s": ([0, 1e9], ">= 0", [-TINY]),
     "prefetch_timeout_cap_s": ([0, 1e9], ">= 0", [-TINY]),
     "prefetch_capacity_fraction": ([TINY, 1], "> 0 and <= 1", [0, 1.0001, -1]),
+    "write_back_low_water": ([0, TINY, 1], ">= 0 and <= 1", [-TINY, 1.0001]),
+    "pin_capacity_fraction": ([0, TINY, 1], ">= 0 and <= 1", [-TINY, 1.0001]),
     "existence_ttl_s": ([-1, 0, 1e9], ">= 0", [-TINY, -2]),
     "close_timeout_s": ([0, 1e9], ">= 0", [-TINY]),
     "store_timeout_s": ([TINY, 1e9], "> 0", [0, -1]),
@@ -102,6 +111,7 @@ WORDS = {
     "key_scheme": KeyScheme,
 }
 RANKS = {"tp_rank", "pp_rank", "cp_rank"}
+EVICTION_POLICIES = {"device_eviction_policy", "host_eviction_policy"}
 
 PAIRS = {
     ("layer_first", "kernel"),
@@ -126,8 +136,9 @@ def test_defaults() -> None:
 
 
 def test_every_option_is_in_a_table_here() -> None:
-    """No option escapes these tests: each is a number, a word, a rank, a string or a switch."""
-    covered = {*INTEGERS, *NUMBERS, *WORDS, *RANKS, "model_id", "fingerprint", "allow_small_host"}
+    """No option escapes these tests: each is a number, a word, a rank, a policy, a string or a switch."""
+    tables = {*INTEGERS, *NUMBERS, *WORDS, *RANKS, *EVICTION_POLICIES}
+    covered = {*tables, "model_id", "fingerprint", "allow_small_host"}
     assert covered == {field.name for field in dataclasses.fields(CacheConfig)}
 
 
@@ -179,6 +190,47 @@ def test_unknown_words_are_refused(name: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         config_with(**{name: value})
     assert str(caught.value) == f"{name} is {value!r}; choose one of {', '.join(WORDS[name])}"
+
+
+class Newest:
+    """An eviction policy of one's own."""
+
+    def key(self, candidate: Candidate, /) -> int:
+        return -candidate.created
+
+
+@pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
+@pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "fifo", "priority", Slru(3), Newest()])
+def test_an_eviction_policy_is_a_name_or_an_object(name: str, policy: object) -> None:
+    """Each name is taken, and so is any object that says how to order candidates; it is kept as it is."""
+    assert getattr(config_with(**{name: policy}), name) is policy
+
+
+@pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
+@pytest.mark.parametrize("policy", ["mru", "", "LRU", None, 3, Newest, object()], ids=str)
+def test_what_cannot_order_candidates_is_no_eviction_policy(name: str, policy: object) -> None:
+    """Another name, a class or an object without ``key`` raises, naming the field, the value and what there is."""
+    with pytest.raises(ConfigError) as caught:
+        config_with(**{name: policy})
+    assert str(caught.value).startswith(
+        f"{name} is {policy!r}; give one of lru, lfu, slru, fifo, priority, or"
+    )
+
+
+@pytest.mark.parametrize(
+    ("grid", "ranks_on_host", "effective"),
+    [
+        ({}, None, 1),
+        ({"tp_size": 4, "pp_size": 2, "cp_size": 3}, None, 24),
+        ({"tp_size": 4, "pp_size": 2}, 4, 4),
+        ({}, 8, 8),
+    ],
+)
+def test_ranks_on_host_default_to_all_of_the_grid(
+    grid: dict[str, int], ranks_on_host: int | None, effective: int
+) -> None:
+    """Unset, all ranks are taken to share this machine's memory, which is safe; set, it is what was set."""
+    assert config_with(**grid, ranks_on_host=ranks_on_host).effective_ranks_on_host == effective
 
 
 @pytest.mark.parametrize(("layout", "mode"), list(itertools.product(HostLayout, IoMode)))

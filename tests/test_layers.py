@@ -18,6 +18,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 LAYERS = [  # from the bottom up; a module may import from its own row and from the rows before it
     ["errors"],
     ["types"],
+    ["eviction", "explanation"],
     ["config"],
     ["abc"],
     ["_hop", "_fence", "_threads", "_log"],

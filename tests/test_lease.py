@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,6 +23,7 @@ from hicache_async import (
     Stop,
     TokenKey,
 )
+from hicache_async.core import hashing
 from hicache_async.stores import MemoryStore
 from hicache_async.testing.faults import HeldStore
 from hicache_async.testing.golden import fill_page
@@ -441,6 +445,93 @@ async def test_a_duplicate_stays_private_until_release() -> None:
         one.release()
         two.release()
         assert cache.stats().device.free == 14
+
+
+# What it costs and what it is worth
+
+
+async def test_a_cached_prompt_given_as_a_list_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cold prompt costs one hash a page in all; the same list again costs none, a longer one its end."""
+    calls = 0
+
+    def counted(data: bytes) -> object:
+        nonlocal calls
+        calls += 1
+        return hashlib.sha256(data)
+
+    async with open_cache() as cache:
+        for num_tokens, num_new in ((25, 6), (25, 0), (33, 2), (33, 0)):
+            tokens, hashes = prompt(1, num_tokens), page_hashes(prompt(1, num_tokens))
+            with monkeypatch.context() as patch:
+                patch.setattr(hashing, "hashlib", SimpleNamespace(sha256=counted))
+                with cache.match_prefix("r", tokens) as lease:
+                    await lease.prefetch()
+                    await compute(cache, lease, tokens, hashes)
+            assert calls == num_new
+            calls = 0
+
+
+def worths(cache: HiCache) -> list[tuple[int, int]]:
+    """Return length and priority of the nodes of the one cached prompt, from the root on."""
+    (root,) = cache._ctx.tree.roots.values()
+    return [(node.num_pages, node.priority) for node in root.subtree() if node is not root]
+
+
+async def decode(cache: HiCache, num_output_tokens: int, **priorities: Any) -> None:
+    """Serve one prompt of two pages and commit it with its output in one go."""
+    tokens = prompt(1, 9 + num_output_tokens)
+    with cache.match_prefix("r", tokens[:9], **priorities) as lease:
+        await lease.load(len(tokens))
+        lease.extend(tokens[9:])
+        lease.allocate_nowait(len(tokens))
+        num_cached = lease.device_tokens // 4
+        fill(cache, lease.pages[num_cached : len(tokens) // 4], page_hashes(tokens)[num_cached:])
+        lease.commit(len(tokens))
+
+
+@pytest.mark.parametrize(
+    ("priorities", "expected"),
+    [
+        ({}, [(4, 0)]),
+        ({"priority": 5}, [(4, 5)]),
+        ({"priority": 5, "output_priority": 5}, [(4, 5)]),
+        ({"priority": 5, "output_priority": 1}, [(2, 5), (2, 1)]),
+        ({"priority": 5, "output_priority": 0}, [(2, 5), (2, 0)]),
+        ({"output_priority": 3}, [(2, 0), (2, 3)]),
+    ],
+)
+async def test_prompt_and_output_are_worth_what_the_request_says(
+    priorities: dict[str, int], expected: list[tuple[int, int]]
+) -> None:
+    """Output is worth as much as the prompt unless told; where it is not the two are cut at the last whole page."""
+    async with open_cache() as cache:
+        await decode(cache, 8, **priorities)
+        assert worths(cache) == expected
+        pages = [priority for num_pages, priority in expected for _ in range(num_pages)]
+        for more, highest in ((-1, pages), (9, [9] * 4)):
+            await decode(cache, 8, priority=more)
+            assert [each for num_pages, each in worths(cache) for _ in range(num_pages)] == highest
+
+
+def device_tokens(cache: HiCache, number: int) -> int:
+    """Return how much of a prompt is on the device."""
+    with cache.match_prefix("look", prompt(number, 17)) as lease:
+        return lease.device_tokens
+
+
+async def test_output_of_low_priority_goes_before_what_is_older() -> None:
+    """Under eviction by priority the output of a request leaves first, and its prompt last."""
+    async with open_cache(
+        8, device_eviction_policy="priority", write_policy="write_through_selective"
+    ) as cache:
+        await serve(cache, "old", prompt(2, 9))
+        await decode(cache, 8, priority=5, output_priority=-1)
+        assert (device_tokens(cache, 1), device_tokens(cache, 2)) == (16, 8)
+        with cache.match_prefix("new", prompt(3, 9)) as lease:
+            await lease.load(0)
+            for total, expected in ((12, (12, 8)), (16, (8, 8)), (24, (8, 0)), (32, (0, 0))):
+                lease.allocate_nowait(total)
+                assert (device_tokens(cache, 1), device_tokens(cache, 2)) == expected
 
 
 # Fences of a forward in a thread

@@ -44,7 +44,20 @@ class Suite:
         return [record for record in self.records if f"{self.peer}.{record}".startswith(prefix)]
 
 
-SUITES = [Suite("sglang", "flow", {"flow.prefetch8192": "ms"})]
+SUITES = [
+    Suite("sglang", "flow", {"flow.prefetch8192": "ms"}),
+    Suite(
+        "sglang",
+        "tree",
+        {
+            "tree.match.nodes1": "us",
+            "tree.match.nodes16": "us",
+            "tree.match.nodes512": "us",
+            "tree.pin.nodes512": "us",
+            "tree.evict1of2000": "us",
+        },
+    ),
+]
 
 
 def prepare(directory: Path, side: str) -> None:

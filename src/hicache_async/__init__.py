@@ -50,7 +50,11 @@ if TYPE_CHECKING:
         StoreUnavailable,
         WrongLoopError,
     )
+    from .eviction import EvictionPolicy
+    from .explanation import Explanation
+    from .kv_events import Cleared, EventReader, Gap, KVEvent, Removed, Stored
     from .lease import Allocation, Loading, Prefetch, PrefixLease
+    from .memory.budget import host_memory_budget
     from .memory.device_kv import DeviceKV
     from .ranks.solo import SoloRanks
     from .step import StepBatch, StepGrant, StepResult
@@ -100,12 +104,23 @@ _HOMES = {
         "StoreUnavailable",
         "WrongLoopError",
     ),
+    "eviction": ("EvictionPolicy",),
+    "explanation": ("Explanation",),
+    "kv_events": (
+        "Cleared",
+        "EventReader",
+        "Gap",
+        "KVEvent",
+        "Removed",
+        "Stored",
+    ),
     "lease": (
         "Allocation",
         "Loading",
         "Prefetch",
         "PrefixLease",
     ),
+    "memory.budget": ("host_memory_budget",),
     "memory.device_kv": ("DeviceKV",),
     "ranks.solo": ("SoloRanks",),
     "step": (
@@ -154,6 +169,7 @@ __all__ = [
     "CacheConfig",
     "CacheStats",
     "CapacityError",
+    "Cleared",
     "Clock",
     "ClosedError",
     "ConfigError",
@@ -164,13 +180,18 @@ __all__ = [
     "Device",
     "DeviceKV",
     "DevicePool",
+    "EventReader",
+    "EvictionPolicy",
+    "Explanation",
     "Fence",
+    "Gap",
     "HiCache",
     "HiCacheError",
     "HostFence",
     "HostLayout",
     "InvariantError",
     "IoMode",
+    "KVEvent",
     "KeyScheme",
     "LeaseError",
     "Loading",
@@ -184,6 +205,7 @@ __all__ = [
     "PrefixLease",
     "RankLoss",
     "Ranks",
+    "Removed",
     "Residency",
     "SoloRanks",
     "State",
@@ -195,6 +217,7 @@ __all__ = [
     "Store",
     "StoreError",
     "StoreUnavailable",
+    "Stored",
     "SupportsDelete",
     "SupportsListing",
     "Tier",
@@ -202,6 +225,7 @@ __all__ = [
     "TokenKey",
     "WritePolicy",
     "WrongLoopError",
+    "host_memory_budget",
     "open_store",
     "register_store",
 ]

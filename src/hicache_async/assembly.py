@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ._log import logger
 from ._threads import DaemonThreads
@@ -18,8 +18,10 @@ from .core.tokens import TOKEN_NBYTES
 from .core.tree import PrefixTree
 from .device.cpu import CpuDevice
 from .errors import ConfigError
+from .eviction import policy_named
 from .flows.context import Context
-from .memory.budget import host_pages
+from .kv_events import KVEvents
+from .memory.budget import HostBooking, book_host_pages
 from .memory.device_kv import DeviceKV
 from .memory.host import HostArena
 from .ranks.solo import SoloRanks
@@ -66,22 +68,46 @@ class Parts:
 
 @dataclass(slots=True)
 class Owned:
-    """What the cache made itself and therefore closes."""
+    """What the cache made itself and therefore closes.
+
+    Attributes:
+        stores: opened by URL and not closed yet; one is in use, others may still be let go.
+    """
 
     device: Device | None = None
-    store: Store | None = None
+    stores: list[Store] = field(default_factory=list)
     ranks: Ranks | None = None
     threads: Executor | None = None
+    host_booking: HostBooking | None = None
+
+    def open_store(self, url: str, config: CacheConfig) -> Store | None:
+        """Return the store behind ``url``, to be closed by :meth:`close_store` or with the rest; None: "null:".
+
+        Raises: ConfigError: an unknown scheme or option.
+        """
+        store = open_store(url, **_store_options(url, config))
+        if isinstance(store, NullStore):
+            return None
+        self.stores.append(store)
+        return store
+
+    async def close_store(self, store: Store) -> None:
+        """Close a store that was opened here; one that was given stays its owner's."""
+        if any(own is store for own in self.stores):
+            await _close(store)
+            self.stores[:] = [own for own in self.stores if own is not store]
 
     async def aclose(self) -> None:
         """Close what is there, all of it whatever one of them does; never waits for what hangs."""
         try:
-            for part in (self.store, self.device, self.ranks):
+            for part in (*self.stores, self.device, self.ranks):
                 if part is not None:
                     await _close(part)
         finally:
             if self.threads is not None:
                 self.threads.shutdown(wait=False)
+            if self.host_booking is not None:
+                self.host_booking.give_back()
 
 
 async def _close(part: Store | Device | Ranks) -> None:
@@ -120,7 +146,8 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
     check_fit(config, kv)
     loop = asyncio.get_running_loop()
     free_list = parts.device_pool or FreeList(kv.num_pages, kv.reserved_pages)
-    num_host_pages = host_pages(config, page_nbytes=kv.page_nbytes, device_pages=free_list.capacity)
+    owned.host_booking = book_host_pages(config, page_nbytes=kv.page_nbytes, device_pages=free_list.capacity)
+    num_host_pages = owned.host_booking.num_pages
     threads = parts.threads
     if threads is None:
         threads = owned.threads = DaemonThreads(2, "hicache-copy")
@@ -129,7 +156,7 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
         device = owned.device = _default_device(kv, threads)
     store = parts.store
     if isinstance(store, str):
-        store = owned.store = open_store(store, **_store_options(store, config))
+        store = owned.open_store(store, config)
     ranks = parts.ranks
     if ranks is None:
         ranks = owned.ranks = SoloRanks()
@@ -138,7 +165,12 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
         Tier.DEVICE: PagePool("device", free_list, kv.num_pages, on_freed),
         Tier.HOST: PagePool("host", FreeList(num_host_pages), num_host_pages, on_freed),
     }
-    tree = PrefixTree(config.page_size * TOKEN_NBYTES, pools)
+    policies = {
+        Tier.DEVICE: policy_named(config.device_eviction_policy, field="device_eviction_policy"),
+        Tier.HOST: policy_named(config.host_eviction_policy, field="host_eviction_policy"),
+    }
+    events = KVEvents()
+    tree = PrefixTree(config.page_size * TOKEN_NBYTES, pools, policies=policies, observer=events)
     return Context(
         config=config,
         loop=loop,
@@ -153,6 +185,7 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
         device_pool=pools[Tier.DEVICE],
         host_pool=pools[Tier.HOST],
         tree=tree,
+        events=events,
         room=Room(tree, pools, write_back=config.write_policy is WritePolicy.WRITE_BACK),
     )
 

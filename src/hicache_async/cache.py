@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
@@ -16,15 +17,15 @@ from ._log import logger
 from .abc import Clock, Device, DevicePool, Fence, HostFence, Ranks, Store
 from .admin import Admin
 from .assembly import Owned, Parts, assemble
-from .checks import checked_count
+from .checks import checked_count, checked_priority, checked_prompt
 from .config import CacheConfig
-from .core.hashing import HashChain, chain_seed
 from .core.holding import Holding
-from .core.tokens import TOKEN_NBYTES, TokenKey
+from .core.tokens import TokenKey
 from .errors import CapacityError, ClosedError, ConfigError, WrongLoopError
 from .flows.audit import audit
 from .flows.context import Context
 from .flows.movers import Movers
+from .kv_events import MAX_PENDING_PAGES, EventReader
 from .lease import Allocation, PrefixLease
 from .memory.device_kv import DeviceKV
 from .stats import snapshot
@@ -102,6 +103,7 @@ class HiCache:
         salt: bytes = b"",
         adapter: str | None = None,
         priority: int = 0,
+        output_priority: int | None = None,
         whole: bool = False,
     ) -> PrefixLease:
         """Look up how much of a prompt is cached, and return the request's lease.
@@ -110,7 +112,9 @@ class HiCache:
             request_id: names the request, the same on every rank.
             tokens: ids, or a :class:`TokenKey` kept for the conversation, which is cheaper.
             salt, adapter: prompts share pages only with the same salt and adapter.
-            priority: kept for eviction by priority.
+            priority: how much the prompt's pages are worth keeping, to eviction by priority; a page keeps
+                the highest of the requests that committed it.
+            output_priority: the same for what is decoded; None: as the prompt's.
             whole: match all whole pages even if nothing is left to compute, so without logits.
         Returns: a lease; use it in ``with``, or release it yourself.
         Raises: ConfigError: ids that are not integers in 0 .. 2**32-1, or a name or salt of another type.
@@ -119,13 +123,21 @@ class HiCache:
         self._check_open()
         if not isinstance(request_id, str) or not request_id:
             raise ConfigError(f"request_id is {request_id!r}; give a non-empty string")
-        if not isinstance(salt, bytes):
-            raise ConfigError(f"salt is {salt!r}; give bytes")
-        if adapter is not None and not isinstance(adapter, str):
-            raise ConfigError(f"adapter is {adapter!r}; give a string or None")
-        key = tokens if isinstance(tokens, TokenKey) else TokenKey(tokens)
-        chain = HashChain(chain_seed(salt, adapter), self._ctx.config.page_size * TOKEN_NBYTES)
-        holding = Holding(self._ctx.tree, self._ctx.device_pool, key, len(key), chain, whole=whole)
+        key, chain = checked_prompt(tokens, self._ctx.page_tokens, salt, adapter)
+        worth = checked_priority("priority", priority)
+        output_worth = worth
+        if output_priority is not None:
+            output_worth = checked_priority("output_priority", output_priority)
+        holding = Holding(
+            self._ctx.tree,
+            self._ctx.device_pool,
+            key,
+            len(key),
+            chain,
+            whole=whole,
+            priority=worth,
+            output_priority=output_worth,
+        )
         sequence = self._next_sequence(request_id)
         lease = PrefixLease(
             self._movers,
@@ -137,7 +149,14 @@ class HiCache:
             on_released=self._forget,
         )
         self._leases[lease] = holding
+        self._ctx.events.remember(chain.seed, salt, adapter, self._seeds_in_use)
         return lease
+
+    def _seeds_in_use(self) -> Iterator[bytes]:
+        # Those that the tree has a root for, and those that a request may yet make one for.
+        yield from self._ctx.tree.roots
+        for holding in self._leases.values():
+            yield holding.chain.seed
 
     def _next_sequence(self, request_id: str) -> int:
         # Counts a request's leases, so that a preempted one gets fresh tickets; the oldest are forgotten.
@@ -227,6 +246,28 @@ class HiCache:
         self._check()
         audit(self._ctx, list(self._leases.values()), self._movers.device_room.step.own_pages())
 
+    def events(self, *, snapshot: bool = False, max_pending_pages: int = MAX_PENDING_PAGES) -> EventReader:
+        """Read what a match finds from now on and what no more: ``async for event in cache.events()``.
+
+        Events come in the order of the changes, of the device and the host; what a store drops by itself
+        is not known here. A reader that is slow is never waited for: it gets a gap marker.
+
+        Args:
+            snapshot: begin with a :class:`Gap` and all that is held now, as :class:`Stored`, and do so again
+                after every gap; a mirror that forgets all at a gap then always finds what a match finds.
+            max_pending_pages: pages of events that may wait for this reader.
+        Returns: an async iterator; it ends when the cache is closed or has failed.
+        Raises: ConfigError: ``max_pending_pages`` is not an integer >= 1.
+        Ownership: a reader that is dropped, or closed with ``aclose()``, costs nothing any more.
+        """
+        self._check_open()
+        if checked_count("max_pending_pages", max_pending_pages) == 0:
+            raise ConfigError("max_pending_pages is 0; give at least 1")
+        roots = self._ctx.tree.roots
+        return self._ctx.events.read(
+            roots, snapshot=snapshot, max_pending_pages=max_pending_pages, check=self._check
+        )
+
     def _check_open(self) -> None:
         self._check()
         self._ctx.check_open()
@@ -273,6 +314,7 @@ class HiCache:
         ctx = self._ctx
         self._closed = ctx.loop.create_future()
         ctx.closing = True
+        self._movers.pins.drop_all()
         ctx.wake_all()
         try:
             with anyio.move_on_after(ctx.config.close_timeout_s, shield=True):
@@ -294,6 +336,7 @@ class HiCache:
             logger.warning("cache.close_abandoned", stuck=stuck, backups_dropped=len(self._movers.backups))
         self._movers.backups.drop_all()
         ctx.state = State.CLOSED
+        ctx.events.end()
         for task in [*ctx.tasks, *(hop.task for hop in ctx.hops.live if hop.task is not None)]:
             task.cancel()
         logger.info("cache.closed")

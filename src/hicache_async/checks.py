@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from .abc import Fence
+from .core.hashing import HashChain, chain_seed
 from .core.holding import Holding
+from .core.tokens import TOKEN_NBYTES, TokenKey
 from .errors import ConfigError, LeaseError
+from .types import Tokens
 
 
 def checked_count(name: str, value: int) -> int:
@@ -16,6 +19,31 @@ def checked_count(name: str, value: int) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
         raise ConfigError(f"{name} is {value!r}; it must be an integer >= 0")
+    return int(value)
+
+
+def checked_prompt(
+    tokens: Tokens | TokenKey, page_tokens: int, salt: bytes, adapter: str | None
+) -> tuple[TokenKey, HashChain]:
+    """Return the key of a prompt, and what its page hashes depend on besides.
+
+    Raises: ConfigError: ids that are not integers in 0 .. 2**32-1, or a salt or adapter of another type.
+    """
+    if not isinstance(salt, bytes):
+        raise ConfigError(f"salt is {salt!r}; give bytes")
+    if adapter is not None and not isinstance(adapter, str):
+        raise ConfigError(f"adapter is {adapter!r}; give a string or None")
+    key = tokens if isinstance(tokens, TokenKey) else TokenKey(tokens)
+    return key, HashChain(chain_seed(salt, adapter), page_tokens * TOKEN_NBYTES)
+
+
+def checked_priority(name: str, value: int) -> int:
+    """Return ``value`` as an int.
+
+    Raises: ConfigError: it is not an integer.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ConfigError(f"{name} is {value!r}; it must be an integer, the higher the more worth")
     return int(value)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from .errors import ConfigError, NamespaceError
+from .eviction import EvictionPolicy, policy_named
 
 
 class _Word(enum.StrEnum):
@@ -139,6 +140,9 @@ class CacheConfig:
     allow_small_host: bool = False
     host_layout: HostLayout = HostLayout.PAGE_FIRST
     io_mode: IoMode = IoMode.KERNEL
+    device_eviction_policy: str | EvictionPolicy = "lru"
+    host_eviction_policy: str | EvictionPolicy = "lru"
+    """Who leaves the tier first: lru, lfu, slru, fifo, priority, or an object with the method ``key``."""
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
     write_back_low_water: float = 0.1
     """Under write_back this share of the device pages is kept free, or copied to the host ahead of eviction."""
@@ -180,6 +184,8 @@ class CacheConfig:
             object.__setattr__(self, name, _as_word(name, getattr(self, name), words))
         for name, (kind, low, low_allowed, high) in _RANGES.items():
             _check_number(name, getattr(self, name), kind, low, low_allowed, high)
+        for name in ("device_eviction_policy", "host_eviction_policy"):
+            policy_named(getattr(self, name), field=name)
         if self.host_bytes is not None:
             _check_number("host_bytes", self.host_bytes, int, 0, False, math.inf)
         if self.ranks_on_host is not None:

@@ -222,7 +222,7 @@ class PrefixLease:
         end_page = min(total_tokens, holding.length) // ctx.page_tokens
         # All that is cached, the last page of a prompt of whole pages too, which a match leaves out:
         # this request computes it again, but nobody has to wait for that.
-        local_pages = ctx.tree.match(holding.chain.seed, holding.key.data, end_page).local_pages
+        local_pages = holding.match(end_page).local_pages
         hashes = holding.hashes(end_page)
         mine = set(ctx.announcements.announce(self, hashes[local_pages:end_page]))
         self._announced = {
@@ -367,7 +367,7 @@ class PrefixLease:
         ctx.announcements.end(list(self._announced.values()))
         self._announced.clear()
         self._on_released(self)
-        self._movers.device_room.pump()
+        self._movers.released()
 
     # Checks
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,9 @@ Pages: TypeAlias = NDArray[np.int64]
 
 Tokens: TypeAlias = "Sequence[int] | NDArray[np.integer] | torch.Tensor"
 """Token ids, 0 .. 2**32-1, one dimension."""
+
+
+K = TypeVar("K", str, "Stop")
 
 
 class Tier(enum.StrEnum):
@@ -147,6 +151,10 @@ class TierStats:
     in_tree: int
     evicted_pages: int
 
+    def since(self, earlier: TierStats) -> TierStats:
+        """Return the same pages, with those evicted after ``earlier``."""
+        return dataclasses.replace(self, evicted_pages=self.evicted_pages - earlier.evicted_pages)
+
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
@@ -166,3 +174,29 @@ class CacheStats:
     dropped_tokens: dict[str, int] = field(default_factory=dict)
     unfulfilled_tokens: dict[Stop, int] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
+
+    def since(self, earlier: CacheStats) -> CacheStats:
+        """Return what was done between ``earlier`` and this snapshot; what is held is as it is now."""
+        return dataclasses.replace(
+            self,
+            device=self.device.since(earlier.device),
+            host=self.host.since(earlier.host),
+            device_tokens=self.device_tokens - earlier.device_tokens,
+            host_tokens=self.host_tokens - earlier.host_tokens,
+            store_tokens=self.store_tokens - earlier.store_tokens,
+            computed_tokens=self.computed_tokens - earlier.computed_tokens,
+            dropped_tokens=_risen(self.dropped_tokens, earlier.dropped_tokens),
+            unfulfilled_tokens=_risen(self.unfulfilled_tokens, earlier.unfulfilled_tokens),
+            counters=_risen(self.counters, earlier.counters),
+        )
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the prompt tokens that were not computed, 0 .. 1; None: there were none."""
+        served = self.device_tokens + self.host_tokens + self.store_tokens
+        prompt = served + self.computed_tokens
+        return served / prompt if prompt else None
+
+
+def _risen(now: dict[K, int], before: dict[K, int]) -> dict[K, int]:
+    return {name: count - before.get(name, 0) for name, count in now.items()}

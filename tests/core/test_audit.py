@@ -8,7 +8,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hicache_async.core.audit import check_capacity, check_owner, check_pins, check_tree, tree_pages
+from hicache_async.core.audit import (
+    check_anchors,
+    check_capacity,
+    check_owner,
+    check_pins,
+    check_tree,
+    tree_pages,
+)
 from hicache_async.core.node import Node
 from hicache_async.core.pool import Owner
 from hicache_async.core.tree import PrefixTree
@@ -68,7 +75,7 @@ DAMAGES: dict[str, tuple[Callable[[PrefixTree, Node, Node], object], str]] = {
         lambda tree, upper, lower: setattr(upper, "detached_children", 1),
         "counts 1 detached",
     ),
-    "tokens": (lambda tree, upper, lower: lower.hashes.append(b""), "bytes of tokens"),
+    "tokens": (lambda tree, upper, lower: setattr(lower, "hashes", (*lower.hashes, b"")), "bytes of tokens"),
     "pages": (lambda tree, upper, lower: setattr(lower.host, "pages", np.arange(2)), "has 2 pages on host"),
     "pins below zero": (lambda tree, upper, lower: setattr(lower.host, "pins", -1), "is pinned -1 times"),
     "pinned air": (
@@ -101,7 +108,7 @@ def test_a_pin_without_pages_is_found() -> None:
     world, _, lower = make_world()
     world.pools[HOST].free(world.tree.take(HOST, lower), Owner.TREE)
     check_tree(world.tree, write_through=True)
-    lower.host.pins = 1
+    lower.own_copy(HOST).pins = 1
     with pytest.raises(InvariantError, match="is pinned 1 times on host, its pages are None"):
         check_tree(world.tree, write_through=True)
 
@@ -127,6 +134,45 @@ def test_a_detached_node_that_nobody_holds_is_found() -> None:
     assert lower.residency is Residency.GHOST
     with pytest.raises(InvariantError, match="detached nodes for no reason"):
         check_tree(world.tree, write_through=True)
+
+
+def test_a_cleared_root_that_nobody_holds_is_found() -> None:
+    """A root is kept beside the tree only for those who stand on it."""
+    world, upper, lower = make_world()
+    root = world.tree.roots[b""]
+    world.tree.pin(HOST, lower)
+    world.tree.detach(root)
+    check_tree(world.tree, write_through=True)
+    assert len(tree_pages(world.tree, HOST)) == 3 and not len(tree_pages(world.tree, DEVICE))
+    root.detached_children = 1
+    with pytest.raises(InvariantError, match="counts 1 detached"):
+        check_tree(world.tree, write_through=True)
+    root.detached_children, root.children, root.only_child, root.host.children = 0, None, None, 0
+    world.tree.detached -= {upper, lower}
+    with pytest.raises(InvariantError, match="detached nodes for no reason"):
+        check_tree(world.tree, write_through=True)
+
+
+def test_anchors_are_compared_with_those_who_should_hold_them() -> None:
+    """An anchor too many or too few is found, on a node, on a root and on what was cut off alike."""
+    world, upper, lower = make_world()
+    root = world.tree.roots[b""]
+    for node in (root, lower, lower):
+        world.tree.anchor(node)
+    held = Counter({root: 1, lower: 2})
+    check_anchors(world.tree, held)
+    for expected in (
+        Counter[Node](),
+        Counter({lower: 2}),
+        held + Counter({lower: 1}),
+        held + Counter([upper]),
+    ):
+        with pytest.raises(InvariantError, match="anchors are .* and should be"):
+            check_anchors(world.tree, expected)
+    world.tree.detach(upper)
+    check_anchors(world.tree, held)
+    with pytest.raises(InvariantError, match="anchors are .* and should be"):
+        check_anchors(world.tree, Counter({root: 1}))
 
 
 def test_pins_are_compared_with_those_who_should_hold_them() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import tracemalloc
 from collections.abc import Callable
 from typing import cast
@@ -16,8 +17,9 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from hicache_async._fence import AllFences, EngineFence
 from hicache_async.abc import Fence
+from hicache_async.core import pool as pool_module
 from hicache_async.core.audit import check_capacity
-from hicache_async.core.pool import NO_PAGES, FreeList, Owner, PagePool
+from hicache_async.core.pool import FEW_PAGES, NO_PAGES, FreeList, Owner, PagePool
 from hicache_async.errors import CapacityError, InvariantError
 from hicache_async.types import Pages
 from tests.core.world import LONG, QUICK, OpenFence, start_core
@@ -104,6 +106,9 @@ def test_free_list_takes_all_or_nothing() -> None:
 
 # Refusals
 
+each_way = pytest.mark.parametrize("few_pages", [0, FEW_PAGES], ids=["as an array", "one by one"])
+"""Pages are checked and booked one by one where they are few, and as an array where they are many."""
+
 
 @pytest.mark.parametrize(
     ("pages", "named"),
@@ -111,14 +116,18 @@ def test_free_list_takes_all_or_nothing() -> None:
         (ids(4), "4 is free"),
         (ids(0, 4, 5), "4 is free, 5 is free"),
         (ids(2), "2 is tree"),
-        (ids(0, 0), "twice in one call: [0, 0]"),
-        (ids(-1), "no pages [-1]"),
+        (ids(0, 1, 0), "twice in one call: [0]"),
+        (ids(-8), "no pages [-8]"),  # as an index it would be page 0, the giver's own
         (ids(0, 8), "no pages [8]"),
     ],
 )
 @pytest.mark.parametrize("verb", ["free", "move"])
-def test_a_page_that_is_not_the_givers_is_refused(verb: str, pages: Pages, named: str) -> None:
+@each_way
+def test_a_page_that_is_not_the_givers_is_refused(
+    few_pages: int, verb: str, pages: Pages, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Freeing or moving what the giver does not own raises, names the pages and changes nothing."""
+    monkeypatch.setattr(pool_module, "FEW_PAGES", few_pages)
     pool = make_pool()
     pool.take(2, Owner.LEASE, fenced=True)
     pool.take(2, Owner.TREE, fenced=True)
@@ -144,7 +153,7 @@ def test_a_second_free_is_refused_and_hurts_nobody() -> None:
 
 
 @pytest.mark.parametrize(
-    ("handed_out", "named"), [([0], "0 is lease"), ([4, 4], "[1, 2, 4, 4]"), ([9], "no pages [9]")]
+    ("handed_out", "named"), [([0], "0 is lease"), ([4, 4], "twice in one call: [4]"), ([9], "no pages [9]")]
 )
 def test_a_free_list_that_hands_out_a_used_page_is_caught(handed_out: list[int], named: str) -> None:
     """A page that the engine's free list gives out twice raises; list and book are as before."""
@@ -163,6 +172,27 @@ def test_a_free_list_that_hands_out_a_used_page_is_caught(handed_out: list[int],
     assert snapshot(pool) == before
     grant = pool.take(4, Owner.HOP, fenced=True)
     assert grant.pages.tolist() == [4, 5, 1, 2] and grant.after == fences
+
+
+def test_a_free_list_that_hands_out_too_little_is_caught() -> None:
+    """Fewer pages than were asked for raise with both numbers, and the free list has them back."""
+    engine = EnginePool(6)
+    pool = PagePool("device", engine, 6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "num_free", lambda: 8)
+        with pytest.raises(InvariantError, match="8 device pages asked for, 6 given out"):
+            pool.take(8, Owner.HOP, fenced=True)
+    assert pool.num_free == 6 and len(pool.owned_by(Owner.FREE)) == 6
+
+
+def test_a_free_list_may_hand_out_a_part_of_itself() -> None:
+    """What the engine's free list writes into its array afterwards does not change who has which page."""
+    engine = EnginePool(4)
+    handed_out = ids(0, 1)
+    engine.take = lambda num_pages: handed_out  # type: ignore[method-assign]
+    pages = PagePool("device", engine, 4).take(2, Owner.LEASE, fenced=True).pages
+    handed_out[:] = 3
+    assert pages.tolist() == [0, 1]
 
 
 def test_more_than_there_is_takes_nothing() -> None:
@@ -209,6 +239,7 @@ for wrong in (
     lambda: pool.free(pages, Owner.TREE),
     lambda: pool.move(pages, Owner.TREE, Owner.HOP),
     lambda: pool.free(np.array([1, 1]), Owner.LEASE),
+    lambda: pool.free(np.array([0, 1] * 100), Owner.LEASE),
 ):
     try:
         wrong()
@@ -224,8 +255,9 @@ def test_refusals_do_not_depend_on_assert() -> None:
     assert child.communicate()[0].splitlines() == [
         "engine pages taken as free's are not: 0 is lease",
         "device pages freed as tree's are not: 0 is lease, 1 is lease",
-        "device pages moved to hop as tree's are not: 0 is lease, 1 is lease",
-        "device pages freed twice in one call: [1, 1]",
+        "device pages moved as tree's are not: 0 is lease, 1 is lease",
+        "device pages freed twice in one call: [1]",
+        "device pages freed twice in one call: [0, 1]",
         "2 [0 1]",
     ]
     assert child.returncode == 0
@@ -353,30 +385,72 @@ def test_an_engine_fence_among_others_is_waited_for_first() -> None:
 
 # Cost
 
+OPEN_FENCE = OpenFence()
 
-def peak_nbytes(num_pages: int) -> int:
-    """Return how much memory a round of every verb on four pages needs in a pool of ``num_pages``."""
-    pool = make_pool(num_pages)
 
-    def once() -> None:
-        pages = pool.take(4, Owner.LEASE, fenced=True).pages
-        pool.move(pages, Owner.LEASE, Owner.TREE)
-        pool.free(pages, Owner.TREE, after=OpenFence())
-        pool.free(pool.take(4, Owner.LEASE, fenced=True).pages, Owner.LEASE)
+def one_round(pool: PagePool, num_pages: int) -> None:
+    """Use every verb on ``num_pages`` pages, and refuse one of each."""
+    pages = pool.take(num_pages, Owner.LEASE, fenced=True).pages
+    pool.move(pages, Owner.LEASE, Owner.TREE)
+    for verb in (lambda: pool.free(pages, Owner.LEASE), lambda: pool.move(pages, Owner.HOP, Owner.TREE)):
+        with pytest.raises(InvariantError):
+            verb()
+    pool.free(pages, Owner.TREE, after=OPEN_FENCE)
+    pool.free(pool.take(num_pages, Owner.LEASE, fenced=True).pages, Owner.LEASE)
 
-    once()
+
+class Watched(np.ndarray):
+    """An array that refuses every NumPy operation on all of it at once."""
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **kwargs: object) -> object:
+        return self.__array_function__(getattr(ufunc, method), (), inputs, kwargs)
+
+    def __array_function__(self, func: object, types: object, args: object, kwargs: object) -> object:
+        arrays = [np.asarray(arg) for arg in cast(tuple[object, ...], args)]
+        assert all(len(array) < 1_000 for array in arrays if array.ndim), f"{func} of a whole pool"
+        return cast(Callable[..., object], func)(*arrays, **cast(dict[str, object], kwargs))
+
+
+def calls_and_peak(pool_pages: int, num_pages: int) -> tuple[int, int]:
+    """Return how many functions a round calls, C and Python, and how many bytes it needs at most."""
+    pool, num_calls = make_pool(pool_pages), 0
+
+    def count(frame: object, event: str, function: object) -> None:
+        nonlocal num_calls
+        num_calls += "return" not in event
+
+    one_round(pool, num_pages)
+    sys.setprofile(count)
+    try:
+        one_round(pool, num_pages)
+    finally:
+        sys.setprofile(None)
     tracemalloc.start()
     try:
-        once()
-        return tracemalloc.get_traced_memory()[1]
+        one_round(pool, num_pages)
+        return num_calls, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
 
 
-def test_the_size_of_a_pool_costs_nothing() -> None:
-    """Taking, moving and freeing a few pages needs no more memory in a pool a hundred times as large."""
-    small, large = peak_nbytes(1_000), peak_nbytes(100_000)
-    assert large < small + 1_000
+@pytest.mark.parametrize("num_pages", [1, 4, 2 * FEW_PAGES])
+def test_the_size_of_a_pool_costs_nothing(num_pages: int) -> None:
+    """Taking, moving and freeing some pages calls as much and needs no more memory in a far larger pool."""
+    small_calls, small_peak = calls_and_peak(1_000, num_pages)
+    large_calls, large_peak = calls_and_peak(100_000, num_pages)
+    assert large_calls == small_calls
+    assert large_peak < small_peak + 1_000
+
+
+@pytest.mark.parametrize("num_pages", [1, 4, 2 * FEW_PAGES])
+def test_no_operation_sees_the_whole_book(num_pages: int) -> None:
+    """No verb hands NumPy more than the pages it was given: not the book of owners, not the free list."""
+    free_list = FreeList(1_000)
+    pool = PagePool("device", free_list, 1_000)
+    pool._owners, free_list._ids = pool._owners.view(Watched), free_list._ids.view(Watched)
+    with pytest.raises(AssertionError, match="of a whole pool"):
+        pool.owned_by(Owner.TREE)
+    one_round(pool, num_pages)
 
 
 # A model
@@ -504,13 +578,17 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.freed == self.freed_expected
 
 
-def test_pool_agrees_with_a_dict() -> None:
+@each_way
+def test_pool_agrees_with_a_dict(few_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under any series of takes, moves, frees and fences the book says what a plain dict says."""
+    monkeypatch.setattr(pool_module, "FEW_PAGES", few_pages)
     run_machine(PoolMachine, settings=QUICK)
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(600)
-def test_pool_agrees_with_a_dict_for_long() -> None:
+@each_way
+def test_pool_agrees_with_a_dict_for_long(few_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, many times."""
+    monkeypatch.setattr(pool_module, "FEW_PAGES", few_pages)
     run_machine(PoolMachine, settings=LONG)

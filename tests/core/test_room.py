@@ -34,11 +34,11 @@ def test_free_pages_are_room_and_nobody_goes() -> None:
 
 def test_a_clean_victim_just_loses_its_device_pages() -> None:
     """A device victim that has a host copy stays cached on the host; nothing is copied or dropped."""
-    world = World(device_pages=2)
-    backed_up(world, "ab")
-    plan = world.make_room(DEVICE, 1)
+    world = World(device_pages=3)
+    backed_up(world, "abc")
+    plan = world.make_room(DEVICE, 2)
     assert (plan.num_pages, plan.moves) == (2, [])
-    assert world.residency() == {"ab": "host"}
+    assert world.residency() == {"a": "both", "abc": "host"}
     assert world.room.evicted_pages == {DEVICE: 2, HOST: 0}
     assert world.room.dropped_pages == Counter()
     world.audit()
@@ -46,33 +46,37 @@ def test_a_clean_victim_just_loses_its_device_pages() -> None:
 
 def test_under_write_through_an_unbacked_victim_is_dropped() -> None:
     """Without a host copy a device victim leaves for good, counted as unbacked; host room is not used."""
-    world = World(device_pages=2)
-    world.graft(DEVICE, "ab")
-    plan = world.make_room(DEVICE, 1)
+    world = World(device_pages=3)
+    world.graft(DEVICE, "abc")
+    plan = world.make_room(DEVICE, 2)
     assert (plan.num_pages, plan.moves) == (2, [])
-    assert world.residency() == {} and not world.tree.roots
+    assert world.residency() == {"a": "device"}
     assert world.room.dropped_pages == {"unbacked_eviction": 2}
+    world.audit()
+    assert world.make_room(DEVICE, 3).num_pages == 3
+    assert world.residency() == {} and not world.tree.roots
+    assert world.room.dropped_pages == {"unbacked_eviction": 3}
     assert world.pools[HOST].num_free == 16
     world.audit()
 
 
 def test_under_write_back_an_unbacked_victim_moves_to_the_host() -> None:
     """The victim is on the host at once, behind its copy; its device pages are room behind the same fence."""
-    world = World(device_pages=2, write_back=True)
-    world.graft(DEVICE, "ab")
-    plan = world.make_room(DEVICE, 1)
+    world = World(device_pages=3, write_back=True)
+    world.graft(DEVICE, "abc")
+    plan = world.make_room(DEVICE, 2)
     assert plan.num_pages == 2
     assert [(move.device_pages.tolist(), move.host_pages.tolist()) for move in plan.moves] == [
-        ([0, 1], [0, 1])
+        ([1, 2], [0, 1])
     ]
-    assert world.residency() == {"ab": "host"}
-    assert not world.cut("ab").host.is_ready()
+    assert world.residency() == {"a": "device", "abc": "host"}
+    assert not world.cut("abc").host.is_ready()
     assert world.pools[DEVICE].available(fenced=False) == 0
     assert world.room.evicted_pages == {DEVICE: 2, HOST: 0}
     assert world.room.dropped_pages == Counter()
     world.audit()
     world.grab(DEVICE, 2)  # finishes the copy first
-    assert world.cut("ab").host.is_ready()
+    assert world.cut("abc").host.is_ready()
     world.audit(owned={(DEVICE, Owner.LEASE): world.pools[DEVICE].owned_by(Owner.LEASE)})
 
 
@@ -112,39 +116,53 @@ def test_under_write_back_a_victim_is_dropped_when_the_host_is_full() -> None:
     assert world.room.dropped_pages == {"host_full": 1}
 
 
-def test_a_victim_that_the_host_can_never_take_costs_the_host_nothing() -> None:
-    """A node of more pages than the host has is dropped, and the host keeps what it holds."""
-    world = World(device_pages=3, host_pages=2, write_back=True)
+def test_of_more_pages_than_the_host_has_the_first_ones_move() -> None:
+    """Of more victims at once than the host can take the last ones are dropped, and what stays is a prefix."""
+    world = World(device_pages=4, host_pages=2, write_back=True)
     world.graft(HOST, "hi")
-    world.graft(DEVICE, "xyz")
-    world.make_room(DEVICE, 1)
-    assert world.residency() == {"hi": "host"}
-    assert world.room.dropped_pages == {"host_full": 3}
-
-
-def test_what_hangs_below_a_dropped_node_goes_with_it() -> None:
-    """Host pages below a dropped device node cannot be reached any more: they are freed and counted."""
-    world = World(device_pages=3, host_pages=2, write_back=True)
-    world.graft(DEVICE, "xyz")
-    world.graft(HOST, "xyzw", 3)
-    world.make_room(DEVICE, 1)
-    assert world.residency() == {}
-    assert world.room.dropped_pages == {"host_full": 4}
-    assert world.room.evicted_pages == {DEVICE: 3, HOST: 1}
+    world.graft(DEVICE, "wxyz")
+    assert world.make_room(DEVICE, 3).num_pages == 3
+    assert world.residency() == {"w": "device", "wxy": "host"}
+    assert world.room.dropped_pages == {"host_eviction_unstored": 2, "host_full": 1}
     world.audit()
 
 
+def test_a_node_longer_than_the_host_moves_page_by_page() -> None:
+    """What counts is what has to go, not how long the victim is: its tail fits on a host it would not fit on."""
+    world = World(device_pages=4, host_pages=2, write_back=True)
+    world.graft(HOST, "h")
+    world.graft(DEVICE, "wxyz")
+    assert len(world.make_room(DEVICE, 1).moves) == 1
+    assert world.residency() == {"h": "host", "wxy": "device", "wxyz": "host"}
+    assert world.room.dropped_pages == Counter()
+    world.audit()
+
+
+def test_what_hangs_below_a_dropped_node_goes_too() -> None:
+    """Host pages below a dropped device node could not be reached any more: they are freed and counted."""
+    world = World(device_pages=3, host_pages=3, write_back=True)
+    held = world.graft(HOST, "hi")
+    world.tree.pin(HOST, held)
+    world.graft(DEVICE, "xyz")
+    world.graft(HOST, "xyzw", 3)
+    assert world.make_room(DEVICE, 3).num_pages == 3
+    assert world.residency() == {"hi": "host", "x": "host"}
+    assert world.room.dropped_pages == {"host_eviction_unstored": 1, "host_full": 2}
+    world.audit({DEVICE: Counter(), HOST: Counter({held: 1})})
+
+
 def test_a_dropped_node_with_somebody_below_stays() -> None:
-    """A device victim above a held host node is skipped, and is a candidate again later."""
-    world = World(device_pages=3, host_pages=2, write_back=True)
+    """A device victim above a held host node is skipped whole, and is a candidate again later."""
+    world = World(device_pages=3, host_pages=1, write_back=True)
     world.graft(DEVICE, "xyz")
     held = world.graft(HOST, "xyzw", 3)
     world.tree.pin(HOST, held)
     assert world.make_room(DEVICE, 1).num_pages == 0
     assert world.residency() == {"xyz": "device", "xyzw": "host"}
     world.tree.unpin(HOST, held)
-    assert world.make_room(DEVICE, 1).num_pages == 3
-    assert world.residency() == {}
+    assert world.make_room(DEVICE, 2).num_pages == 2
+    assert world.residency() == {"x": "device", "xy": "host"}
+    world.audit()
 
 
 def test_a_skipped_victim_does_not_stop_the_search() -> None:
@@ -224,7 +242,7 @@ def test_what_is_still_on_its_way_does_not_go() -> None:
 
 @pytest.mark.parametrize("tier", [DEVICE, HOST])
 def test_no_more_goes_than_is_asked_for(tier: Tier) -> None:
-    """Of ten pages that may go, three go for three, those used longest ago."""
+    """Of ten prompts that may go, three go for three pages, those used longest ago."""
     world = World(device_pages=10, host_pages=10)
     backed_up(world, *"abcdefghij")
     for prompt in "cab":
@@ -245,13 +263,14 @@ def test_parents_follow_their_children() -> None:
 
 
 def test_what_was_used_longest_ago_goes_first_across_prompts() -> None:
-    """A match counts as use: the other prompt goes."""
+    """A match counts as use: the other prompt goes, all of it before any page of the one that was used."""
     world = World(device_pages=4)
     world.graft(DEVICE, "ab")
     world.graft(DEVICE, "xy")
     world.match("ab")
-    world.make_room(DEVICE, 1)
-    assert world.residency() == {"ab": "device"}
+    for expected in ({"ab": "device", "x": "device"}, {"ab": "device"}, {"a": "device"}):
+        world.make_room(DEVICE, world.pools[DEVICE].num_free + 1)
+        assert world.residency() == expected
 
 
 # Host room
@@ -259,12 +278,13 @@ def test_what_was_used_longest_ago_goes_first_across_prompts() -> None:
 
 def test_a_host_victim_on_the_device_too_loses_its_copy_only() -> None:
     """A node that the device still has stays cached; nothing counts as dropped."""
-    world = World(host_pages=2)
-    backed_up(world, "ab")
-    assert world.make_room(HOST, 1).num_pages == 2
-    assert world.residency() == {"ab": "device"}
+    world = World(host_pages=3)
+    backed_up(world, "abc")
+    assert world.make_room(HOST, 2).num_pages == 2
+    assert world.residency() == {"a": "both", "abc": "device"}
     assert world.room.evicted_pages == {DEVICE: 0, HOST: 2}
     assert world.room.dropped_pages == Counter()
+    world.audit()
 
 
 def test_a_host_only_victim_leaves_and_is_counted_by_whether_it_is_stored() -> None:

@@ -197,6 +197,28 @@ def test_adopted_hashes_are_used_as_they_are() -> None:
     assert key.page_hashes(HashChain(b"salt", 8), 1) == [b"salted"]
 
 
+def test_a_key_knows_how_many_pages_it_has_hashed() -> None:
+    """Computed and adopted hashes count alike; those of another chain count as none."""
+    key, other = TokenKey([1, 2, 3, 4, 5, 6]), HashChain(b"salt", 8)
+    assert key.num_hashed(CHAIN) == 0
+    key.page_hashes(CHAIN, 1)
+    assert (key.num_hashed(CHAIN), key.num_hashed(other)) == (1, 0)
+    key.adopt_hashes(CHAIN, [b"first", b"second"])
+    assert (key.num_hashed(CHAIN), key.num_hashed(other)) == (2, 0)
+    assert key.truncated(3).num_hashed(CHAIN) == 1
+    key.adopt_hashes(other, [b"salted"])
+    assert (key.num_hashed(CHAIN), key.num_hashed(other)) == (0, 1)
+
+
+def test_what_follows_adopted_hashes_is_chained_to_them() -> None:
+    """The first page that nobody knows is hashed behind the last one that the tree knew."""
+    whole = TokenKey([1, 2, 3, 4, 5, 6]).page_hashes(CHAIN, 3)
+    key = TokenKey([1, 2, 3, 4, 5, 6])
+    key.adopt_hashes(CHAIN, whole[:2])
+    assert key.page_hashes(CHAIN, 3) == whole
+    assert key.page_hashes(CHAIN, 3)[1] is whole[1]
+
+
 def test_repr_counts_tokens() -> None:
     """A key shows its length and none of its content."""
     assert repr(TokenKey([1, 2, 3])) == "<TokenKey of 3 tokens>"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
-from hicache_async.core.audit import check_owner, check_tree
+from hicache_async.core.audit import check_owner
 from hicache_async.core.pool import NO_PAGES, Owner
 from hicache_async.errors import InvariantError
 from tests.core.world import DEVICE, HOST, OpenFence, World, page_hashes, prefix_of, prompt_bytes
@@ -119,12 +117,13 @@ def test_a_split_puts_the_new_node_above() -> None:
     holder = world.graft(DEVICE, "abcd")
     pages = world.cached()
     world.tree.pin(DEVICE, holder)
-    holder.hits, holder.stored = 3, 5
+    holder.hits, holder.stored, holder.priority = 3, 5, 7
     upper = world.cut("ab")
     assert upper is not holder and holder.parent is upper
     assert (prefix_of(upper), prefix_of(holder)) == ("ab", "abcd")
     assert (upper.device.pins, holder.device.pins) == (0, 1)
-    assert (upper.hits, upper.stored, upper.used) == (3, 5, holder.used)
+    assert (upper.hits, upper.stored, upper.priority) == (3, 5, 7)
+    assert (upper.used, upper.created) == (holder.used, holder.created)
     assert world.cached() == pages
     world.tree.unpin(DEVICE, holder)
     world.audit()
@@ -156,23 +155,6 @@ def test_a_split_keeps_the_bytes_unready_in_both_parts() -> None:
     node.device.ready = (fence,)
     upper = world.cut("a")
     assert upper.device.ready == node.device.ready == (fence,)
-
-
-def test_a_detached_node_can_be_split() -> None:
-    """A backup that is under way in a node that was cleared meanwhile may still divide it."""
-    world = World()
-    node = world.graft(DEVICE, "abc")
-    world.tree.pin(DEVICE, node)
-    world.tree.detach(node)
-    world.graft(DEVICE, "abx")
-    upper = world.tree.split(node, 1)
-    assert world.tree.detached == {node, upper}
-    assert (prefix_of(upper), prefix_of(node)) == ("a", "abc")
-    assert lengths(world, "abx") == (3, 3), "the nodes that took its place are out of reach"
-    world.audit({DEVICE: Counter({node: 1}), HOST: Counter()})
-    world.tree.unpin(DEVICE, node)
-    assert not world.tree.detached
-    world.close()
 
 
 # Attaching
@@ -411,133 +393,3 @@ def test_prune_frees_all_from_a_node_down() -> None:
     assert world.tree.prune(world.cut("ab")) == 7
     assert world.residency() == {"q": "both"}
     world.audit()
-
-
-# Detaching
-
-
-def test_detached_pinned_nodes_are_freed_at_their_last_unpin_leaf_first() -> None:
-    """What nobody holds goes at once; of a held chain each node goes with the last pin on it or below."""
-    world = World()
-    world.graft(DEVICE, "a")
-    middle = world.graft(DEVICE, "ab", 1)
-    leaf = world.graft(DEVICE, "abc", 2)
-    beside = world.graft(DEVICE, "abx", 2)
-    for node in (middle, leaf, leaf):
-        world.tree.pin(DEVICE, node)
-    top = world.cut("a")
-    world.tree.detach(top)
-    assert lengths(world, "abc") == (0, 0)
-    assert world.tree.detached == {top, middle, leaf}
-    assert beside.device.pages is None
-    world.tree.unpin(DEVICE, middle)
-    world.tree.unpin(DEVICE, leaf)
-    assert world.tree.detached == {top, middle, leaf}
-    world.tree.unpin(DEVICE, leaf)
-    assert not world.tree.detached
-    world.close()
-
-
-def test_each_tier_of_detached_nodes_is_freed_when_nothing_holds_it() -> None:
-    """The device pages of a detached path go with its device pin, though a host pin still holds the path."""
-    world = World()
-    for tier in (DEVICE, HOST):
-        world.graft(tier, "a")
-        world.graft(tier, "ab", 1)
-    leaf = world.cut("ab")
-    world.tree.pin(DEVICE, leaf)
-    world.tree.pin(HOST, leaf)
-    world.tree.detach(world.cut("a"))
-    world.tree.unpin(DEVICE, leaf)
-    assert world.pools[DEVICE].num_free == 16
-    assert world.pools[HOST].num_free == 14
-    world.tree.unpin(HOST, leaf)
-    world.close()
-
-
-def test_an_anchored_detached_node_waits_without_pages() -> None:
-    """Whoever anchors a node that was cleared can still let go of it, and finds that it was cleared."""
-    world = World()
-    node = world.graft(DEVICE, "ab")
-    world.tree.anchor(node)
-    world.tree.detach(node)
-    assert not node.attached and node.device.pages is None
-    assert world.tree.detached == {node}
-    check_tree(world.tree, write_through=True)
-    world.tree.unanchor(node)
-    world.close()
-
-
-def test_a_cleared_prefix_can_be_cached_again_beside_the_held_one() -> None:
-    """The old pages stay with their holder; the new ones are another node's."""
-    world = World()
-    old = world.graft(DEVICE, "ab")
-    world.tree.pin(DEVICE, old)
-    world.tree.detach(old)
-    new = world.graft(DEVICE, "ab")
-    assert new is not old and new.device.pages is not None and old.device.pages is not None
-    assert not set(new.device.pages.tolist()) & set(old.device.pages.tolist())
-    world.audit({DEVICE: Counter({old: 1}), HOST: Counter()})
-    world.tree.unpin(DEVICE, old)
-    world.close()
-
-
-def test_a_detached_holder_keeps_the_nodes_above_the_cut() -> None:
-    """A request whose last pages were cut off still reads those before them: they stay until it lets go."""
-    world = World(device_pages=3)
-    above = world.graft(DEVICE, "ab")
-    world.graft(HOST, "ab")
-    branch = world.graft(DEVICE, "abc", 2)
-    world.tree.pin(DEVICE, branch)
-    world.tree.detach(branch)
-    assert branch.path() == [above, branch] and above.is_held
-    assert world.make_room(DEVICE, 2).num_pages == 0
-    world.audit({DEVICE: Counter({branch: 1}), HOST: Counter()})
-    world.tree.unpin(DEVICE, branch)
-    assert world.make_room(DEVICE, 2).num_pages == 3
-    assert world.residency() == {"ab": "host"}
-    world.close()
-
-
-def test_a_detached_holder_keeps_a_host_node_above_a_device_only_one() -> None:
-    """A dropped device node does not take host pages along on which a detached holder stands."""
-    world = World(device_pages=3, host_pages=2, write_back=True)
-    world.graft(DEVICE, "xyz")
-    world.graft(HOST, "xyzv", 3)
-    read = world.graft(HOST, "xyzvw", 4)
-    world.tree.pin(HOST, read)
-    world.tree.detach(read)
-    assert world.make_room(DEVICE, 1).num_pages == 0
-    assert world.residency() == {"xyz": "device", "xyzv": "host"}
-    world.tree.unpin(HOST, read)
-    assert world.make_room(DEVICE, 1).num_pages == 3
-    world.close()
-
-
-def test_a_branch_cut_off_can_be_cached_again_below_the_same_node() -> None:
-    """The new branch takes the old one's place; letting go of the old one leaves the new one alone."""
-    world = World()
-    world.graft(DEVICE, "ab")
-    old = world.graft(DEVICE, "abc", 2)
-    world.tree.pin(DEVICE, old)
-    world.tree.detach(old)
-    new = world.graft(DEVICE, "abcd", 2)
-    world.audit({DEVICE: Counter({old: 1}), HOST: Counter()})
-    world.tree.unpin(DEVICE, old)
-    assert world.residency() == {"ab": "device", "abcd": "device"} and new.attached
-    world.audit()
-    world.close()
-
-
-def test_a_root_stays_for_what_was_cut_off_below_it() -> None:
-    """A root outlives its children while a detached one is held, so that it is not made twice."""
-    world = World()
-    node = world.graft(DEVICE, "ab")
-    world.tree.pin(DEVICE, node)
-    world.tree.detach(node)
-    root = world.tree.roots[b""]
-    world.graft(DEVICE, "xy")
-    assert world.tree.roots[b""] is root
-    world.tree.unpin(DEVICE, node)
-    assert lengths(world, "xy") == (2, 2)
-    world.close()

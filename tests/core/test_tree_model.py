@@ -14,13 +14,24 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from hicache_async.core.node import Node
 from hicache_async.core.pool import NO_PAGES, Owner
-from hicache_async.core.room import RoomPlan
 from hicache_async.core.tree import TIERS
-from hicache_async.types import Pages, Residency, Tier
-from tests.core.world import DEVICE, HOST, LONG, QUICK, Prefix, World, page_hashes, prefix_of, prompt_bytes
+from hicache_async.types import Pages, Tier
+from tests.core.room_proof import proven_room, traits
+from tests.core.world import (
+    DEVICE,
+    HOST,
+    LONG,
+    QUICK,
+    Mirror,
+    Prefix,
+    World,
+    page_hashes,
+    prefix_of,
+    prompt_bytes,
+)
 
 SEED = st.sampled_from([b"", b"tenant"])
-TAIL = st.text("ab", max_size=4)
+TAIL = st.text("ab", min_size=1, max_size=6)
 WHICH = st.integers(0, 99)
 TIER = st.sampled_from(TIERS)
 
@@ -63,15 +74,19 @@ class TreeMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.open(1, 1, False)
+        self.open(1, 1, False, "")
 
-    @initialize(device_pages=st.integers(2, 12), host_pages=st.integers(1, 14), write_back=st.booleans())
-    def open(self, device_pages: int, host_pages: int, write_back: bool) -> None:
-        self.world = World(device_pages, host_pages, write_back=write_back)
+    @initialize(
+        device_pages=st.integers(2, 12), host_pages=st.integers(1, 14), write_back=st.booleans(), prompt=TAIL
+    )
+    def open(self, device_pages: int, host_pages: int, write_back: bool, prompt: str) -> None:
+        self.mirror = Mirror()
+        self.world = World(device_pages, host_pages, write_back=write_back, observer=self.mirror)
         self.tree, self.pools = self.world.tree, self.world.pools
         self.model: dict[Prefix, dict[Tier, int]] = {}
         self.holds: list[Hold] = []
         self.fetches: list[Fetch] = []
+        self.commit(b"", 0, prompt, 0, False)
 
     # The model
 
@@ -108,46 +123,14 @@ class TreeMachine(RuleBasedStateMachine):
 
     # Room
 
-    def make_room(self, tier: Tier, num_pages: int) -> RoomPlan:
-        """Make room and prove that what went was allowed to go, and that enough or everything went."""
-        before, evicted = self.model, dict(self.world.room.evicted_pages)
-        dropped = self.world.room.dropped_pages.total()
-        plan = self.world.make_room(tier, num_pages)
-        self.model = after = self.world.cached()
-        moved = {page for move in plan.moves for page in move.host_pages.tolist()}
-        arrived: set[int] = set()
-        left = {DEVICE: 0, HOST: 0}
-        for prefix, tiers in before.items():
-            now = after.get(prefix, {})
-            is_moved = now.get(HOST) in moved
-            if is_moved:
-                arrived.add(now[HOST])
-                assert DEVICE in tiers and DEVICE not in now, "only what leaves the device moves to the host"
-            for held_in, page in tiers.items():
-                left[held_in] += held_in not in now or (held_in is HOST and is_moved)
-                assert now.get(held_in, page) == page or is_moved, "a page changed its place"
-        assert after.keys() <= before.keys() and arrived == moved
-        assert tier is DEVICE or not left[DEVICE]
-        assert self.world.write_back or not plan.moves
-        assert left == {
-            held_in: now - evicted[held_in] for held_in, now in self.world.room.evicted_pages.items()
-        }
-        assert self.world.room.dropped_pages.total() - dropped == len(before) - len(after)
-        assert plan.num_pages == self.pools[tier].available(fenced=tier is DEVICE)
-        if plan.num_pages < num_pages:
-            for node in self.world.all_nodes():
-                assert not self.could_go(tier, node), f"{node!r} could have gone"
-        return plan
-
-    def could_go(self, tier: Tier, node: Node) -> bool:
-        """Return whether a plan for ``tier`` might have evicted ``node`` and did not."""
-        if not self.tree.queues[tier].is_evictable(node) or not node.copy_in(tier).is_ready():
-            return False
-        return node.residency is Residency.BOTH or not any(below.is_held for below in node.subtree())
+    def make_room(self, tier: Tier, num_pages: int) -> None:
+        """Make room; :func:`proven_room` says what may go."""
+        proven_room(self.world, tier, num_pages)
+        self.model = self.world.cached()
 
     # What requests do
 
-    @rule(seed=SEED, which=WHICH, tail=TAIL)
+    @rule(seed=SEED, which=WHICH, tail=st.text("ab", max_size=4))
     def match(self, seed: bytes, which: int, tail: str) -> None:
         prompt = self.prompt(seed, which, tail)
         match = self.world.match(prompt, seed)
@@ -159,10 +142,13 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(which=WHICH)
     def cut(self, which: int) -> None:
         seed, prompt = sorted(self.model)[which % len(self.model)]
+        before = traits(self.world)
         assert prefix_of(self.world.cut(prompt, seed)) == prompt
+        for prefix, now in traits(self.world).items():
+            assert now == before[prefix]._replace(used=now.used), "the halves differ"
 
-    @rule(seed=SEED, which=WHICH, tail=TAIL, back=WHICH, hold=st.booleans())
-    def commit(self, seed: bytes, which: int, tail: str, back: int, hold: bool) -> None:
+    @rule(seed=SEED, which=WHICH, tail=TAIL, back=WHICH, hold=st.booleans(), priority=st.integers(0, 1))
+    def commit(self, seed: bytes, which: int, tail: str, back: int, hold: bool, priority: int = 0) -> None:
         prompt = self.prompt(seed, which, tail)
         start = back % (self.device_length(seed, prompt) + 1)
         parent = self.world.cut(prompt[:start], seed)
@@ -179,6 +165,9 @@ class TreeMachine(RuleBasedStateMachine):
         self.pools[DEVICE].free(pages[~graft.taken], Owner.LEASE)
         if hold:
             self.add_hold(DEVICE, graft.end, seed, prompt[:end])
+        for node in graft.end.path():
+            node.hits += 1
+            node.priority = max(node.priority, priority)
         self.tree.unpin(DEVICE, parent)
 
     @precondition(lambda self: self.cached_in(HOST, only=True))
@@ -207,21 +196,21 @@ class TreeMachine(RuleBasedStateMachine):
         seed, prompt = known[which % len(known)]
         end = self.world.cut(prompt, seed)
         self.tree.pin(DEVICE, end)
-        for node in end.path():  # ancestors first, and no hole
-            if node.host.pages is None:
-                above = node.parent
-                assert above is not None
-                if above.parent is not None:
-                    self.tree.pin(HOST, above)
-                self.make_room(HOST, node.num_pages)
-                if above.parent is not None:
-                    self.tree.unpin(HOST, above)
-                if self.pools[HOST].available(fenced=False) < node.num_pages:
-                    break
-                pages = self.world.grab(HOST, node.num_pages)
-                self.world.copy_nodes(DEVICE, [node], pages)
-                prefix = prefix_of(node)
-                self.put(HOST, seed, prefix, len(prefix) - node.num_pages, pages)
+        while missing := [node for node in end.path() if node.host.pages is None]:
+            node = missing[0]  # ancestors first, and no hole
+            above = node.parent
+            assert above is not None
+            if above.parent is not None:
+                self.tree.pin(HOST, above)
+            self.make_room(HOST, node.num_pages)
+            if above.parent is not None:
+                self.tree.unpin(HOST, above)
+            if self.pools[HOST].available(fenced=False) < node.num_pages:
+                break
+            pages = self.world.grab(HOST, node.num_pages)
+            self.world.copy_nodes(DEVICE, [node], pages)
+            prefix = prefix_of(node)
+            self.put(HOST, seed, prefix, len(prefix) - node.num_pages, pages)
         self.tree.unpin(DEVICE, end)
 
     @rule(seed=SEED, which=WHICH, tail=TAIL, back=WHICH)
@@ -242,9 +231,15 @@ class TreeMachine(RuleBasedStateMachine):
         hashes = page_hashes(fetch.prompt, fetch.seed)
         self.world.write(HOST, fetch.pages, hashes[fetch.start :])
         if self.is_anchored(fetch):
-            parent = self.world.cut(fetch.prompt[: fetch.start], fetch.seed)
+            assert self.world.cut(fetch.prompt[: fetch.start], fetch.seed) is fetch.anchor
             graft = self.tree.graft(
-                HOST, parent, prompt_bytes(fetch.prompt), hashes, fetch.start, fetch.pages, source=Owner.HOP
+                HOST,
+                fetch.anchor,
+                prompt_bytes(fetch.prompt),
+                hashes,
+                fetch.start,
+                fetch.pages,
+                source=Owner.HOP,
             )
             assert graft.taken.tolist() == self.put(HOST, fetch.seed, fetch.prompt, fetch.start, fetch.pages)
             self.pools[HOST].free(fetch.pages[~graft.taken], Owner.HOP)
@@ -256,10 +251,9 @@ class TreeMachine(RuleBasedStateMachine):
 
     def is_anchored(self, fetch: Fetch) -> bool:
         """Return whether fetched pages may be attached; an anchor in the tree keeps its prefix cached."""
-        length = self.local_length(fetch.seed, fetch.prompt[: fetch.start])
-        assert length == fetch.start or not fetch.anchor.attached
-        if length < fetch.start:
+        if not fetch.anchor.attached:
             return False
+        assert self.local_length(fetch.seed, fetch.prompt[: fetch.start]) == fetch.start
         above = self.tiers(fetch.seed, fetch.prompt[: fetch.start])
         return self.world.write_back or not fetch.start or HOST in above
 
@@ -290,9 +284,32 @@ class TreeMachine(RuleBasedStateMachine):
     def finish_copy(self, which: int) -> None:
         self.world.finish(self.world.copies[which % len(self.world.copies)])
 
-    @rule(tier=TIER, num_pages=st.integers(1, 14))
-    def evict(self, tier: Tier, num_pages: int) -> None:
-        self.make_room(tier, num_pages)
+    @precondition(lambda self: self.model)
+    @rule(tier=TIER, more=st.integers(1, 8))
+    def evict(self, tier: Tier, more: int) -> None:
+        self.make_room(tier, self.pools[tier].available(fenced=tier is DEVICE) + more)
+
+    @precondition(lambda self: self.model)
+    @rule(which=WHICH)
+    def merge(self, which: int) -> None:
+        nodes = self.world.all_nodes()
+        before = traits(self.world)
+        self.tree.merge(nodes[which % len(nodes)])
+        assert traits(self.world) == before
+
+    @precondition(lambda self: self.model)
+    @rule(which=WHICH)
+    def store(self, which: int) -> None:
+        seed, prompt = sorted(self.model)[which % len(self.model)]
+        self.world.cut(prompt, seed).stored = self.tree.store_epoch
+
+    @precondition(lambda self: len(self.model) > 3)
+    @rule(which=WHICH)
+    def clear(self, which: int) -> None:
+        seed, _ = sorted(self.model)[which % len(self.model)]
+        self.tree.detach(self.tree.roots[seed])
+        assert seed not in self.tree.roots
+        self.model = {key: tiers for key, tiers in self.model.items() if key[0] != seed}
 
     @precondition(lambda self: len(self.model) > 3)
     @rule(which=WHICH)
@@ -314,11 +331,19 @@ class TreeMachine(RuleBasedStateMachine):
         for hold in self.holds:
             pins[hold.tier][hold.node] += 1
         hops = [fetch.pages for fetch in self.fetches]
-        self.world.audit(pins, {(HOST, Owner.HOP): np.concatenate([NO_PAGES, *hops])})
+        anchors = Counter(fetch.anchor for fetch in self.fetches)
+        self.world.audit(pins, {(HOST, Owner.HOP): np.concatenate([NO_PAGES, *hops])}, anchors)
 
     @invariant()
     def agrees_with_the_dict(self) -> None:
         assert self.world.cached() == self.model
+
+    @invariant()
+    def tells_its_observer(self) -> None:
+        for tier in TIERS:
+            assert self.mirror.cached[tier] == {
+                prefix for prefix, tiers in self.model.items() if tier in tiers
+            }
 
     @invariant()
     def keeps_what_is_held(self) -> None:
@@ -336,6 +361,7 @@ class TreeMachine(RuleBasedStateMachine):
         while self.holds:
             self.let_go(0)
         self.world.close()
+        assert not any(self.mirror.cached.values())
 
 
 def test_tree_agrees_with_a_dict() -> None:

@@ -18,13 +18,22 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 
 import hicache_async
-from hicache_async.core.audit import check_capacity, check_owner, check_pins, check_tree, tree_pages
+from hicache_async.core.audit import (
+    check_anchors,
+    check_capacity,
+    check_owner,
+    check_pins,
+    check_tree,
+    tree_pages,
+)
 from hicache_async.core.hashing import HashChain
 from hicache_async.core.node import Node
+from hicache_async.core.observer import TreeObserver
 from hicache_async.core.pool import NO_PAGES, FreeList, Grant, Owner, PagePool
 from hicache_async.core.room import Room, RoomPlan
 from hicache_async.core.tokens import token_bytes
-from hicache_async.core.tree import TIERS, Match, PrefixTree
+from hicache_async.core.tree import TIERS, PrefixTree
+from hicache_async.core.walk import Match
 from hicache_async.types import Pages, Tier
 
 PAGE_NBYTES = 8
@@ -90,6 +99,36 @@ def prefix_of(node: Node) -> str:
     return "".join(letters(above) for above in node.path())
 
 
+def named_pages(node: Node) -> list[Prefix]:
+    """Return the prefix that each page of a node ends, the first page first."""
+    top = node
+    while top.parent is not None:
+        top = top.parent
+    prefix = prefix_of(node)
+    return [(top.segment, prefix[:end]) for end in range(len(prefix) - node.num_pages + 1, len(prefix) + 1)]
+
+
+class Mirror:
+    """What a tree holds, told from what its observer hears alone; nothing may be said twice, or of nothing."""
+
+    def __init__(self) -> None:
+        self.cached: dict[Tier, set[Prefix]] = {tier: set() for tier in TIERS}
+
+    def stored(self, tier: Tier, node: Node) -> None:
+        for prefix in named_pages(node):
+            assert prefix not in self.cached[tier], f"{prefix} came to {tier} twice"
+            self.cached[tier].add(prefix)
+
+    def removed(self, tier: Tier, node: Node) -> None:
+        for prefix in named_pages(node):
+            assert prefix in self.cached[tier], f"{prefix} left {tier}, where it was not"
+            self.cached[tier].remove(prefix)
+
+    def cleared(self, seed: bytes) -> None:
+        for prefixes in self.cached.values():
+            prefixes.difference_update([prefix for prefix in prefixes if prefix[0] == seed])
+
+
 @dataclass(slots=True, eq=False)
 class Copy:
     """A copy on its way between the tiers, with the pins that keep both of its ends."""
@@ -109,13 +148,21 @@ class World:
     Args:
         device_pages, host_pages: sizes of the pools.
         write_back: whether device victims move to the host.
+        observer: who hears of changes of the tree.
     """
 
-    def __init__(self, device_pages: int = 16, host_pages: int = 16, *, write_back: bool = False) -> None:
+    def __init__(
+        self,
+        device_pages: int = 16,
+        host_pages: int = 16,
+        *,
+        write_back: bool = False,
+        observer: TreeObserver | None = None,
+    ) -> None:
         sizes = {DEVICE: device_pages, HOST: host_pages}
         self.write_back = write_back
         self.pools = {tier: PagePool(str(tier), FreeList(size), size) for tier, size in sizes.items()}
-        self.tree = PrefixTree(PAGE_NBYTES, self.pools)
+        self.tree = PrefixTree(PAGE_NBYTES, self.pools, observer=observer)
         self.room = Room(self.tree, self.pools, write_back=write_back)
         self.content: dict[Tier, list[bytes]] = {tier: [b""] * size for tier, size in sizes.items()}
         self.copies: list[Copy] = []
@@ -190,7 +237,7 @@ class World:
         self.copies.append(copy)
 
     def finish(self, copy: Copy) -> None:
-        """Let a copy happen, behind those that it follows, and let go of its pins."""
+        """Let a copy happen, behind those that it follows, let go of its pins, and join what it left alike."""
         for earlier in copy.after:
             if earlier in self.copies:
                 self.finish(earlier)
@@ -203,6 +250,12 @@ class World:
                 node.copy_in(copy.target).ready = ()
         for tier, node in copy.pins:
             self.tree.unpin(tier, node)
+            self.tree.merge(node)
+
+    def finish_all(self) -> None:
+        """Let every copy happen, in the order in which they were submitted."""
+        while self.copies:
+            self.finish(self.copies[0])
 
     # Looking
 
@@ -242,12 +295,14 @@ class World:
         self,
         pins: dict[Tier, Counter[Node]] | None = None,
         owned: dict[tuple[Tier, Owner], Pages] | None = None,
+        anchors: Counter[Node] | None = None,
     ) -> None:
         """Prove tree, pins, books and contents.
 
         Args:
             pins: what holds nodes, other than the copies on their way.
             owned: pages of leases and hops.
+            anchors: what will attach pages below nodes.
         """
         check_tree(self.tree, write_through=not self.write_back)
         expected = {tier: Counter(pins[tier]) if pins else Counter() for tier in TIERS}
@@ -255,6 +310,7 @@ class World:
             for tier, node in copy.pins:
                 expected[tier][node] += 1
         check_pins(self.tree, expected)
+        check_anchors(self.tree, Counter() if anchors is None else anchors)
         for tier in TIERS:
             check_capacity(self.pools[tier])
             check_owner(self.pools[tier], Owner.TREE, tree_pages(self.tree, tier))
@@ -273,9 +329,7 @@ class World:
 
     def close(self) -> None:
         """Finish every copy, empty the tree and prove that every page is free."""
-        for copy in list(self.copies):
-            if copy in self.copies:
-                self.finish(copy)
+        self.finish_all()
         assert not self.tree.detached
         for root in list(self.tree.roots.values()):
             for node in list((root.children or {}).values()):

@@ -286,13 +286,43 @@ async def test_the_pages_of_a_copy_in_flight_are_nobodys_prey(open_cache: Opener
         await other.load(total_tokens=0)
         with pytest.raises(CapacityError):
             other.allocate_nowait(8)
+        assert rig.ctx.room.plan_room(Tier.HOST, 2).num_pages == 1
         assert rig.where("abc") == "bbb"
         rig.virtual.advance_all()
         await rig.cache.admin.flush(Tier.HOST)
         other.allocate_nowait(8)
+        assert rig.where("abc") == "bbh"
+        other.allocate_nowait(16)
     assert rig.where("abc") == "hhh"
     rig.check_local("abc")
     assert rig.cache.stats().dropped_tokens == {}
+
+
+async def test_peeling_a_long_prompt_leaves_a_handful_of_nodes(open_cache: Opener) -> None:
+    """A prompt that leaves the device page by page is one node again when its copies are at rest, and reads right."""
+    letters = "".join(chr(ord("A") + page) for page in range(64))
+    rig = await open_cache(
+        device_pages=65, host_pages=64, write_policy="write_back", write_back_low_water=0.0
+    )
+    await rig.serve(letters)
+    rig.virtual.auto = False
+    with rig.lease("z" * 65) as other:
+        await other.load(total_tokens=0)
+        for num_pages in range(2, 66):
+            other.allocate_nowait(num_pages * 4)
+            if num_pages % 3 == 0:
+                rig.virtual.advance_all()
+                await turns()
+        rig.virtual.advance_all()
+        await rig.cache.admin.flush(Tier.HOST)
+        rig.cache.audit()
+        assert rig.where(letters) == "h" * 64
+        root = rig.ctx.tree.roots[b""]
+        assert len(list(root.subtree())) == 2
+        rig.check_local(letters)
+        assert rig.counters["offloaded_pages"] == 64
+    rig.virtual.auto = True
+    assert (await rig.serve(letters)).books.host == 256
 
 
 async def test_a_forward_is_never_kept_from_its_own_pages(open_cache: Opener) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hicache_async import PrefetchPolicy, Stop, Tier
 from hicache_async.stores.memory import MemoryStore
 from hicache_async.testing.faults import FlakyStore, HangingStore, HeldStore
+from tests.flows.causes import NOT_ALONE, SCENARIOS, prefetch_now
 from tests.flows.rig import Opener, driven, prefetched, turns
 from tests.flows.stores import RecordingStore, ShortReadStore
 
@@ -210,3 +211,28 @@ async def test_write_back_attaches_under_a_device_only_node(open_cache: Opener) 
     assert await prefetched(rig, "abcd") == (8, 8, Stop.COMPLETE)
     assert rig.where("abcd") == "ddhh"
     assert (await rig.serve("abcd")).books.host == 8
+
+
+# All of them
+
+
+async def test_each_reason_has_a_scenario() -> None:
+    """Every reason is reached below, except those that no process alone can meet."""
+    assert set(SCENARIOS) == set(Stop) - NOT_ALONE
+
+
+@pytest.mark.parametrize("stop", SCENARIOS)
+async def test_each_reason_is_reached_and_counted(open_cache: Opener, stop: Stop) -> None:
+    """A prefetch ends for the reason of its scenario, and what it did not bring is counted under reasons met."""
+    async with SCENARIOS[stop](open_cache) as rig:
+        before = rig.unfulfilled()
+        _, fetched, ended = await prefetch_now(rig)
+        assert ended is stop
+        risen = {reason for reason, count in rig.unfulfilled().items() if count > before.get(reason, 0)}
+        if stop is Stop.BELOW_THRESHOLD:
+            assert risen == {stop, Stop.NOT_STORED}  # what was found, and what was not
+        else:
+            assert risen == (set() if stop in (Stop.COMPLETE, Stop.NOTHING_MISSING) else {stop})
+        assert fetched == {
+            Stop.COMPLETE: 16, Stop.RATE_LIMITED: 8, Stop.NO_HOST_ROOM: 8, Stop.VANISHED: 4, Stop.CORRUPT: 4
+        }.get(stop, 0)  # fmt: skip

@@ -128,13 +128,29 @@ async def test_write_back_without_room_for_the_ancestors(open_cache: Opener) -> 
 
 
 async def test_write_back_gives_up_what_the_host_cannot_hold(open_cache: Opener) -> None:
-    """A victim larger than the host is dropped and counted, and the device goes on."""
+    """Of more victims at once than the host has pages the last ones are dropped and counted."""
     rig = await open_cache(device_pages=4, host_pages=2, write_policy="write_back")
     await rig.serve("abc")
-    await rig.serve("wx")
-    assert rig.where("abc") == ""
-    assert rig.cache.stats().dropped_tokens == {"host_full": 12}
+    await rig.serve("wxy")
+    assert rig.where("abc") == "hh"
+    assert rig.where("wxy") == "ddd"
+    assert rig.cache.stats().dropped_tokens == {"host_full": 4}
     rig.cache.audit()
+
+
+async def test_write_back_moves_the_tail_of_what_the_host_could_not_hold_whole(open_cache: Opener) -> None:
+    """Only the pages that are missing move: a prompt longer than the host keeps its head on the device."""
+    rig = await open_cache(device_pages=4, host_pages=2, write_policy="write_back")
+    await rig.serve("abc")
+    with rig.lease("wx") as lease:
+        await rig.run(lease, prefetch=False)
+        assert rig.where("abc") == "dhh"
+        rig.cache.audit()
+    await rig.cache.admin.flush()
+    assert rig.cache.stats().dropped_tokens == {}
+    rig.check_local("abc")
+    with rig.lease("abc") as again:
+        assert (again.device_tokens, again.local_tokens) == (4, 12)
 
 
 async def test_write_back_evicts_the_hosts_own_oldest(open_cache: Opener) -> None:

@@ -29,15 +29,15 @@ def check_tree(tree: PrefixTree, *, write_through: bool) -> None:
         if node.attached or not (node.is_held or node.children or node.residency is not Residency.GHOST):
             raise InvariantError(f"{node!r} is among the detached nodes for no reason")
         _check_children(tree, node, cut_off[node])
-        _check_pages(tree, node)
+        if node.parent is not None:
+            _check_pages(tree, node)
 
 
 def _cut_off(tree: PrefixTree) -> dict[Node, list[Node]]:
     # Detached nodes that stand on a node and are not among its children.
     found: defaultdict[Node, list[Node]] = defaultdict(list)
     for node in tree.detached:
-        assert node.parent is not None
-        if (node.parent.children or {}).get(node.segment[: tree.page_nbytes]) is not node:
+        if node.parent is not None and not node.is_linked:
             found[node.parent].append(node)
     return found
 
@@ -97,13 +97,23 @@ def _check_queued(tree: PrefixTree, node: Node) -> None:
 
 def tree_pages(tree: PrefixTree, tier: Tier) -> Pages:
     """Return the page ids of ``tier`` that nodes hold, detached ones included, in no order."""
-    nodes = [node for root in tree.roots.values() for node in root.subtree()] + list(tree.detached)
-    return pages_of(nodes, tier)
+    return pages_of(_all_nodes(tree), tier)
+
+
+def _all_nodes(tree: PrefixTree) -> list[Node]:
+    return [node for root in tree.roots.values() for node in root.subtree()] + list(tree.detached)
+
+
+def check_anchors(tree: PrefixTree, expected: Counter[Node]) -> None:
+    """Raise InvariantError unless the anchors on every node are those that moves and operators hold."""
+    found = Counter({node: node.anchors for node in _all_nodes(tree) if node.anchors})
+    if found != expected:
+        raise InvariantError(f"anchors are {found}, and should be {expected}")
 
 
 def check_pins(tree: PrefixTree, expected: dict[Tier, Counter[Node]]) -> None:
     """Raise InvariantError unless the pins on every node are those that leases and moves hold."""
-    nodes = [node for root in tree.roots.values() for node in root.subtree()] + list(tree.detached)
+    nodes = _all_nodes(tree)
     for tier in TIERS:
         found = Counter({node: node.copy_in(tier).pins for node in nodes if node.copy_in(tier).pins})
         if found != expected[tier]:

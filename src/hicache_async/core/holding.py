@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..abc import Fence
-from ..errors import LeaseError
+from ..errors import InvariantError, LeaseError
 from ..types import Tier
 from .hashing import HashChain
 from .node import Node, pages_of
 from .page_table import PageTable
 from .pool import Owner, PagePool
 from .tokens import TOKEN_NBYTES, TokenKey
-from .tree import Match, PrefixTree
+from .tree import PrefixTree
+from .walk import Match
 
 
 class Holding:
@@ -30,11 +31,13 @@ class Holding:
         key: the request's tokens; ``length`` of them are this request's.
         chain: what the page hashes depend on.
         whole: whether a match may cover all of the tokens, leaving nothing to compute.
+        priority, output_priority: how much the prompt's pages, and those behind it, are worth keeping to
+            eviction by priority.
     """
 
     __slots__ = (
         "_tree", "chain", "committed_pages", "credited_pages", "device_end", "host_end", "host_end_page",
-        "key", "length", "loaded", "released", "table", "whole",
+        "key", "length", "loaded", "output_priority", "priority", "prompt_pages", "released", "table", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -46,12 +49,18 @@ class Holding:
         chain: HashChain,
         *,
         whole: bool,
+        priority: int = 0,
+        output_priority: int = 0,
     ) -> None:
         self._tree = tree
         self.key = key
         self.length = length
         self.chain = chain
         self.whole = whole
+        self.priority = priority
+        self.output_priority = output_priority
+        self.prompt_pages = 0
+        """Whole pages of what was known at load; what comes behind is output."""
         self.table = PageTable(device_pool)
         self.device_end: Node | None = None
         self.host_end: Node | None = None
@@ -71,13 +80,27 @@ class Holding:
         return self.chain.page_nbytes // TOKEN_NBYTES
 
     @property
+    def num_pages(self) -> int:
+        """Whole pages of the request's tokens."""
+        return self.length // self.page_tokens
+
+    @property
     def limit_pages(self) -> int:
         """How many pages a match may cover: all whole pages, less what must be left to compute for logits."""
         return max(0, self.length - (0 if self.whole else 1)) // self.page_tokens
 
-    def match(self) -> Match:
-        """Return how far the request's tokens are cached now."""
-        return self._tree.match(self.chain.seed, self.key.data, self.limit_pages)
+    def match(self, num_pages: int | None = None) -> Match:
+        """Return how far the request's tokens are cached now; what the tree has hashed is not hashed again.
+
+        Args:
+            num_pages: how many pages may be covered; None: as many as may be reused.
+        """
+        limit = self.limit_pages if num_pages is None else num_pages
+        match = self._tree.match(self.chain.seed, self.key.data, limit)
+        if match.local_pages > self.key.num_hashed(self.chain):
+            hashes = [page_hash for node in match.path for page_hash in node.hashes]
+            self.key.adopt_hashes(self.chain, hashes[: match.local_pages])
+        return match
 
     def hashes(self, num_pages: int) -> list[bytes]:
         """Return the hashes of at least the first ``num_pages``."""
@@ -105,10 +128,13 @@ class Holding:
 
     def settle_load(self, end: Node, num_pages: int) -> None:
         """Take over the first ``num_pages``, all on the device; ``end`` is pinned for this lease already."""
-        self.table.begin(pages_of(end.path(), Tier.DEVICE))
-        assert len(self.table) == num_pages
+        pages = pages_of(end.path(), Tier.DEVICE)
+        if len(pages) != num_pages:
+            raise InvariantError(f"{len(pages)} pages are on the device up to {end!r}, not {num_pages}")
+        self.table.begin(pages)
         self.device_end = end
         self.committed_pages = num_pages
+        self.prompt_pages = self.num_pages
         self.loaded = True
 
     # Giving
@@ -127,9 +153,16 @@ class Holding:
             # The prefix this request stands on was cleared or doubted: its pages stay private.
             self.committed_pages = end_page
             return self.device_end
+        if self.priority != self.output_priority and start < self.prompt_pages < end_page:
+            self._publish(self.prompt_pages, ready)  # ends a node here, so that the output can go alone
+        return self._publish(end_page, ready)
+
+    def _publish(self, end_page: int, ready: Sequence[Fence]) -> Node:
+        start, device_end = self.committed_pages, self.device_end
+        assert device_end is not None
         graft = self._tree.graft(
             Tier.DEVICE,
-            self.device_end,
+            device_end,
             self.key.data,
             self.hashes(end_page),
             start,
@@ -139,7 +172,7 @@ class Holding:
         )
         self.table.owned[start:end_page] = ~graft.taken
         self._tree.pin(Tier.DEVICE, graft.end)
-        self._tree.unpin(Tier.DEVICE, self.device_end)
+        self._tree.unpin(Tier.DEVICE, device_end)
         self.device_end = graft.end
         self.committed_pages = end_page
         return graft.end
@@ -148,9 +181,11 @@ class Holding:
         """Count this request as a hit of every node that it has committed and not counted yet."""
         end_page, node = self.committed_pages, self.device_end
         while node is not None and node.parent is not None and end_page > self.credited_pages:
+            start_page = end_page - node.num_pages
             node.hits += 1
-            end_page -= node.num_pages
-            node = node.parent
+            worth = self.priority if start_page < self.prompt_pages else self.output_priority
+            node.priority = max(node.priority, worth)
+            end_page, node = start_page, node.parent
         self.credited_pages = max(self.credited_pages, self.committed_pages)
 
     def extend(self, data: bytes) -> None:

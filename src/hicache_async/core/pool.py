@@ -16,6 +16,9 @@ from ..types import Pages
 
 NO_PAGES: Pages = np.empty(0, dtype=np.int64)
 
+FEW_PAGES = 32
+"""Up to so many pages a loop over bytes is faster than NumPy, whose calls cost about 1 us each."""
+
 
 class Owner(enum.IntEnum):
     """Who may touch or hand on a page."""
@@ -81,7 +84,9 @@ class PagePool:
         self.name = name
         self.capacity = free_list.capacity
         self._free_list = free_list
-        self._owners = np.zeros(num_page_ids, dtype=np.uint8)
+        # One book, seen twice: as bytes, where single pages are cheap, and as an array, where many are.
+        self._owner_bytes = bytearray(num_page_ids)
+        self._owners = np.frombuffer(self._owner_bytes, dtype=np.uint8)
         self._fenced: deque[tuple[Fence, Pages]] = deque()
         self._settling: dict[int, Pages] = {}
         self._settling_count = 0
@@ -99,7 +104,10 @@ class PagePool:
     @property
     def num_free(self) -> int:
         """Pages that nobody owns, fenced ones included."""
-        return self._free_list.num_free() + sum(len(pages) for _, pages in self._fenced)
+        num_free = self._free_list.num_free()
+        for _, pages in self._fenced:
+            num_free += len(pages)
+        return num_free
 
     def available(self, *, fenced: bool) -> int:
         """Return how many pages :meth:`take` can give; ``fenced``: to a user who orders behind fences."""
@@ -109,26 +117,29 @@ class PagePool:
     def take(self, num_pages: int, owner: Owner, *, fenced: bool) -> Grant:
         """Take exactly ``num_pages`` pages out for ``owner``.
 
-        Raises: CapacityError: fewer are available; nothing is taken.
+        Raises: CapacityError: fewer are available; InvariantError: the free list gave out what is not free.
+            Either way nothing is taken.
         Ownership: of ``owner`` from now on.
         """
-        available = self.available(fenced=fenced)
-        if num_pages > available:
+        if num_pages < 0:
+            raise InvariantError(f"{num_pages} {self.name} pages asked for; a number of pages is 0 or more")
+        self._drain_passed()
+        num_plain = min(num_pages, self._free_list.num_free())
+        if num_plain < num_pages and num_pages > (available := self.available(fenced=fenced)):
             raise CapacityError(
                 f"{num_pages} {self.name} pages asked for, {available} free of {self.capacity}"
             )
-        if num_pages < 0:
-            raise InvariantError(f"{num_pages} {self.name} pages asked for; a number of pages is 0 or more")
-        plain = self._free_list.take(min(num_pages, self._free_list.num_free()))
-        behind = self._take_fenced(num_pages - len(plain))
-        pages = np.concatenate([plain, *(pages for _, pages in behind)])
+        plain, behind = self._free_list.take(num_plain), self._take_fenced(num_pages - num_plain)
+        # A copy in any case: the engine's free list may hand out a part of itself.
+        pages = np.concatenate([plain, *(pages for _, pages in behind)]) if behind else plain.copy()
         try:
-            self._check(pages, Owner.FREE, "taken")
+            if len(pages) != num_pages:
+                raise InvariantError(f"{num_plain} {self.name} pages asked for, {len(plain)} given out")
+            self._rebook(pages, Owner.FREE, owner, "taken")
         except InvariantError:  # the free list may be the engine's own
             self._free_list.give_back(plain)
             self._fenced.extendleft(reversed(behind))
             raise
-        self._owners[pages] = owner
         return Grant(pages, [fence for fence, _ in behind])
 
     def _take_fenced(self, num_pages: int) -> list[tuple[Fence, Pages]]:
@@ -147,8 +158,7 @@ class PagePool:
 
         Raises: InvariantError: a page is not ``source``'s, or stands twice; nothing is changed.
         """
-        self._check(pages, source, f"moved to {target.name.lower()}")
-        self._owners[pages] = target
+        self._rebook(pages, source, target, "moved")
 
     def free(self, pages: Pages, source: Owner, *, after: Fence | None = None) -> None:
         """Put ``pages`` of ``source`` back, to be reused only behind ``after``.
@@ -157,18 +167,17 @@ class PagePool:
         """
         if not len(pages):
             return
-        self._check(pages, source, "freed")
         if after is None or after.passed():
-            self._owners[pages] = Owner.FREE
+            self._rebook(pages, source, Owner.FREE, "freed")
             self._free_list.give_back(pages)
         elif (engine_fence := engine_fence_in(after)) is not None:
+            self._rebook(pages, source, Owner.HOP, "freed")
             self._settle_later(pages.copy(), engine_fence, after)
         else:
-            self._owners[pages] = Owner.FREE
+            self._rebook(pages, source, Owner.FREE, "freed")
             self._fenced.append((after, pages.copy()))
 
     def _settle_later(self, pages: Pages, engine_fence: EngineFence, after: Fence) -> None:
-        self._owners[pages] = Owner.HOP
         self._settling_count += 1
         number = self._settling_count
         self._settling[number] = pages
@@ -184,18 +193,40 @@ class PagePool:
         while self._fenced and self._fenced[0][0].passed():
             self._free_list.give_back(self._fenced.popleft()[1])
 
-    def _check(self, pages: Pages, owner: Owner, verb: str) -> None:
+    def _rebook(self, pages: Pages, source: Owner, target: Owner, verb: str) -> None:
+        # Everything is checked before anything is written, at a cost of the pages given, never of the pool.
+        if len(pages) <= FEW_PAGES:
+            page_ids, owners, end = pages.tolist(), self._owner_bytes, len(self._owner_bytes)
+            for page in page_ids:
+                if not 0 <= page < end or owners[page] != source:
+                    raise self._refusal(pages, source, verb)
+            if len(page_ids) > 1 and len(set(page_ids)) != len(page_ids):
+                raise self._refusal(pages, source, verb)
+            for page in page_ids:
+                owners[page] = target
+            return
+        ordered = np.sort(pages)
+        if (
+            ordered[0] < 0
+            or ordered[-1] >= len(self._owners)
+            or (ordered[1:] == ordered[:-1]).any()
+            or (self._owners[pages] != source).any()
+        ):
+            raise self._refusal(pages, source, verb)
+        self._owners[pages] = target
+
+    def _refusal(self, pages: Pages, source: Owner, verb: str) -> InvariantError:
         strange = pages[(pages < 0) | (pages >= len(self._owners))]
         if len(strange):
-            raise InvariantError(f"{self.name} has no pages {strange[:8].tolist()}; they cannot be {verb}")
-        wrong = pages[self._owners[pages] != owner]
+            return InvariantError(f"{self.name} has no pages {strange[:8].tolist()}; they cannot be {verb}")
+        wrong = pages[self._owners[pages] != source]
         if len(wrong):
             held = (f"{page} is {Owner(self._owners[page]).name.lower()}" for page in wrong[:8].tolist())
-            raise InvariantError(
-                f"{self.name} pages {verb} as {owner.name.lower()}'s are not: {', '.join(held)}"
+            return InvariantError(
+                f"{self.name} pages {verb} as {source.name.lower()}'s are not: {', '.join(held)}"
             )
-        if len(pages) > 1 and len(set(pages.tolist())) != len(pages):
-            raise InvariantError(f"{self.name} pages {verb} twice in one call: {sorted(pages.tolist())[:16]}")
+        ids, counts = np.unique(pages, return_counts=True)
+        return InvariantError(f"{self.name} pages {verb} twice in one call: {ids[counts > 1][:16].tolist()}")
 
     def owned_by(self, owner: Owner) -> Pages:
         """Return the ids that ``owner`` holds, ascending; for audits. Cost: the size of the pool."""

@@ -63,67 +63,91 @@ class Room:
         plan = RoomPlan()
         pool, queue = self._pools[Tier.DEVICE], self._tree.queues[Tier.DEVICE]
         skipped: list[Node] = []
+        emptied: list[Node] = []
         missing = num_pages - pool.available(fenced=True)
         while missing > 0 and (victim := queue.pop()) is not None:
+            going = min(missing, victim.num_pages)
+            movable = self._movable_pages(victim, going)
             if victim.residency is Residency.BOTH:
-                self._free(Tier.DEVICE, victim)
-            elif (move := self._move_to_host(victim)) is not None:
+                self._free(Tier.DEVICE, victim, going)
+                emptied.append(victim)
+            elif movable < going and self._drop(victim, going - movable):
+                going -= movable  # what the host can take comes next, as the end of what is left
+            elif movable:
+                going = movable
+                plan.moves.append(self._move_to_host(victim, going))
                 # Its host pages are empty as yet: they must not make room for the next move.
                 self._tree.pin(Tier.HOST, victim)
-                plan.moves.append(move)
-            elif not self._drop(victim):
+            else:
                 skipped.append(victim)
                 continue
-            missing -= victim.num_pages
+            missing -= going
         for node in skipped:
             queue.offer(node)
+        self._merge(emptied, moved={move.node for move in plan.moves})
         for move in plan.moves:
             self._tree.unpin(Tier.HOST, move.node)
         plan.num_pages = pool.available(fenced=True) + sum(len(move.device_pages) for move in plan.moves)
         return plan
 
+    def _merge(self, emptied: list[Node], moved: set[Node]) -> None:
+        # The bytes of what has moved are on their way, which its node does not say yet.
+        for node in emptied:
+            if node.only_child not in moved:
+                self._tree.merge(node)
+
     def _make_host_room(self, num_pages: int) -> None:
         queue = self._tree.queues[Tier.HOST]
         skipped: list[Node] = []
+        emptied: list[Node] = []
         missing = num_pages - self._pools[Tier.HOST].available(fenced=False)
         while missing > 0 and (victim := queue.pop()) is not None:
-            if victim.residency is not Residency.BOTH and (victim.is_held or victim.children):
+            leaves = victim.residency is not Residency.BOTH
+            if leaves and (victim.is_held or victim.children):
                 skipped.append(victim)
                 continue
-            if victim.residency is not Residency.BOTH:
+            going = min(missing, victim.num_pages)
+            if leaves:
                 is_stored = victim.stored == self._tree.store_epoch
-                reason = "host_eviction" if is_stored else "host_eviction_unstored"
-                self.dropped_pages[reason] += victim.num_pages
-            self._free(Tier.HOST, victim)
-            missing -= victim.num_pages
+                self.dropped_pages["host_eviction" if is_stored else "host_eviction_unstored"] += going
+            self._free(Tier.HOST, victim, going)
+            emptied.append(victim)
+            missing -= going
         for node in skipped:
             queue.offer(node)
+        self._merge(emptied, moved=set())
 
-    def _move_to_host(self, victim: Node) -> Move | None:
-        if not self._write_back:
-            return None
-        num_pages, host = victim.num_pages, self._pools[Tier.HOST]
-        if num_pages > host.capacity:
-            return None
+    def _cut_tail(self, victim: Node, num_pages: int) -> None:
+        # Exactly what is needed goes, from the end: `victim` becomes its own last pages.
+        if num_pages < victim.num_pages:
+            self._tree.split(victim, victim.num_pages - num_pages)
+
+    def _movable_pages(self, victim: Node, num_pages: int) -> int:
+        # How many pages the host takes of a victim that would be lost; its own oldest nodes leave for them.
+        if not self._write_back or victim.residency is Residency.BOTH:
+            return 0
         self._make_host_room(num_pages)
-        if host.available(fenced=False) < num_pages:
-            return None
-        host_pages = host.take(num_pages, Owner.LEASE, fenced=False).pages
+        return min(num_pages, self._pools[Tier.HOST].available(fenced=False))
+
+    def _move_to_host(self, victim: Node, num_pages: int) -> Move:
+        self._cut_tail(victim, num_pages)
+        host_pages = self._pools[Tier.HOST].take(num_pages, Owner.LEASE, fenced=False).pages
         self._tree.put(Tier.HOST, victim, host_pages, source=Owner.LEASE)
         self.evicted_pages[Tier.DEVICE] += num_pages
         return Move(victim, self._tree.take(Tier.DEVICE, victim), host_pages)
 
-    def _drop(self, victim: Node) -> bool:
+    def _drop(self, victim: Node, num_pages: int) -> bool:
         # A device-only node goes with what hangs below it on the host; held nodes below keep it.
-        nodes = list(victim.subtree())
-        if any(node.is_held for node in nodes):
+        if victim.is_held or (victim.children and any(node.is_held for node in victim.subtree())):
             return False
-        reason = "host_full" if self._write_back else "unbacked_eviction"
-        self.evicted_pages[Tier.DEVICE] += victim.num_pages
-        self.evicted_pages[Tier.HOST] += sum(node.num_pages for node in nodes if node.host.pages is not None)
-        self.dropped_pages[reason] += self._tree.prune(victim)
+        self._cut_tail(victim, num_pages)
+        dropped = self._tree.prune(victim)
+        self.evicted_pages[Tier.DEVICE] += num_pages
+        self.evicted_pages[Tier.HOST] += dropped - num_pages
+        self.dropped_pages["host_full" if self._write_back else "unbacked_eviction"] += dropped
         return True
 
-    def _free(self, tier: Tier, victim: Node) -> None:
-        self.evicted_pages[tier] += victim.num_pages
+    def _free(self, tier: Tier, victim: Node, num_pages: int) -> None:
+        self._cut_tail(victim, num_pages)
+        self.evicted_pages[tier] += num_pages
         self._pools[tier].free(self._tree.take(tier, victim), Owner.TREE)

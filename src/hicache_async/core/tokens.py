@@ -24,6 +24,11 @@ def token_bytes(tokens: Tokens) -> bytes:
         tokens: one dimension; a list or tuple of ints, an integer array, or a CPU tensor.
     Raises: ConfigError: an id that is not an integer in 0 .. 2**32-1, naming its position.
     """
+    return bytes(_token_buffer(tokens))
+
+
+def _token_buffer(tokens: Tokens) -> bytes | memoryview:
+    # Of an array in the right form its own memory, so that whoever wants the bytes copies them once.
     if isinstance(tokens, (list, tuple, range)):
         try:
             return struct.pack(f"<{len(tokens)}I", *tokens)
@@ -41,9 +46,13 @@ def token_bytes(tokens: Tokens) -> bytes:
         return b""
     if array.dtype.kind not in "iu":
         raise ConfigError(f"tokens have dtype {array.dtype}; give integers")
-    if int(array.min()) < 0 or int(array.max()) > MAX_TOKEN:
+    array = np.ascontiguousarray(array)
+    # Seen as unsigned a negative id is above all others, so that one look finds it.
+    unsigned = array.view(array.dtype.str.replace("i", "u"))
+    highest = MAX_TOKEN if array.dtype.kind == "u" else min(MAX_TOKEN, (1 << array.itemsize * 8 - 1) - 1)
+    if int(unsigned.max()) > highest:
         raise _refusal(array.tolist())
-    return array.astype("<u4", copy=False).tobytes()
+    return unsigned.astype("<u4", copy=False).data.cast("B")
 
 
 def _refusal(tokens: Iterable[Any]) -> ConfigError:
@@ -67,7 +76,7 @@ class TokenKey:
     __slots__ = ("_chain", "_hashes", "data")
 
     def __init__(self, tokens: Tokens = ()) -> None:
-        self.data = bytearray(token_bytes(tokens))
+        self.data = bytearray(_token_buffer(tokens))
         self._chain: HashChain | None = None
         self._hashes: list[bytes] = []
 
@@ -82,7 +91,7 @@ class TokenKey:
 
         Raises: ConfigError: as :func:`token_bytes`; nothing is appended.
         """
-        self.data += token_bytes(tokens)
+        self.data += _token_buffer(tokens)
 
     def fork(self) -> TokenKey:
         """Return an independent copy, for parallel samples of one prompt."""
@@ -105,9 +114,12 @@ class TokenKey:
             chain.extend(self._hashes, self.data, num_pages)
         return self._hashes
 
+    def num_hashed(self, chain: HashChain) -> int:
+        """Return how many pages have their hash already."""
+        return len(self._hashes) if chain == self._chain else 0
+
     def adopt_hashes(self, chain: HashChain, hashes: Sequence[bytes]) -> None:
         """Take over hashes that the tree knows already, from page 0."""
         if chain != self._chain:
             self._chain, self._hashes = chain, []
-        if len(self._hashes) < len(hashes):
-            self._hashes.extend(hashes[len(self._hashes) :])
+        self._hashes.extend(hashes[len(self._hashes) :])

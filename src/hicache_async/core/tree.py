@@ -12,34 +12,22 @@ A compressed radix tree over page-aligned token bytes. What always holds:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..abc import Fence
 from ..errors import InvariantError
+from ..eviction import EvictionPolicy, Lru
 from ..types import Pages, Residency, Tier
-from .eviction import EvictionQueue
+from .eviction_queue import EvictionQueue
 from .node import Node
+from .observer import Nobody, TreeObserver
 from .pool import Owner, PagePool
-from .walk import LONG_NBYTES, common_nbytes, pages_off_device, run_from, shorten
+from .walk import LONG_NBYTES, Match, common_nbytes, pages_off_device, run_from, shorten
 
 TIERS = (Tier.DEVICE, Tier.HOST)
-
-
-@dataclass(slots=True)
-class Match:
-    """How far a prompt is cached: on the device, and on device or host, both from the root on.
-
-    ``path`` are the nodes walked through; of the last one only ``tail_pages`` pages match.
-    """
-
-    root: Node
-    path: list[Node]
-    device_pages: int
-    local_pages: int
-    tail_pages: int
 
 
 @dataclass(slots=True)
@@ -56,16 +44,26 @@ class PrefixTree:
     Args:
         page_nbytes: bytes of one page of token ids.
         pools: the books of the device's and the host's pages; the tree moves pages from and to them.
+        policies: who leaves a tier first; lru where none is given.
+        observer: who hears of changes.
     """
 
-    def __init__(self, page_nbytes: int, pools: dict[Tier, PagePool]) -> None:
+    def __init__(
+        self,
+        page_nbytes: int,
+        pools: dict[Tier, PagePool],
+        *,
+        policies: Mapping[Tier, EvictionPolicy] | None = None,
+        observer: TreeObserver | None = None,
+    ) -> None:
         self.page_nbytes = page_nbytes
         self.roots: dict[bytes, Node] = {}
-        self.queues = {tier: EvictionQueue(tier) for tier in TIERS}
+        self.queues = {tier: EvictionQueue(tier, (policies or {}).get(tier, Lru())) for tier in TIERS}
         self.detached: set[Node] = set()
         self.store_epoch = 1
         """Rises when the store is attached, cleared or changed: what a node knows of it is then void."""
         self._pools = pools
+        self._observer = observer or Nobody()
         self._tick = 0
 
     # Looking
@@ -102,7 +100,7 @@ class PrefixTree:
         return Match(root, path, local - pages_off_device(path, tail), local, tail)
 
     def cut(self, match: Match, num_pages: int) -> Node:
-        """Return the node that ends at ``num_pages``, splitting where it must; the root for 0.
+        """Return the node that ends at ``num_pages``, splitting where it must; for 0 the root, as :meth:`root`.
 
         ``match.path`` is out of date for nodes at and below the cut.
         """
@@ -124,22 +122,46 @@ class PrefixTree:
         assert parent is not None
         cut = num_pages * self.page_nbytes
         upper = Node(parent, node.segment[:cut], node.hashes[:num_pages])
-        upper.hits, upper.stored = node.hits, node.stored
-        upper.used, upper.attached = node.used, node.attached
+        upper.hits, upper.stored, upper.priority = node.hits, node.stored, node.priority
+        upper.used, upper.created, upper.attached = node.used, node.created, node.attached
         for tier in TIERS:
-            above, below = upper.copy_in(tier), node.copy_in(tier)
+            below = node.copy_in(tier)
             if below.pages is not None:
+                above = upper.own_copy(tier)
                 above.pages, below.pages = below.pages[:num_pages].copy(), below.pages[num_pages:].copy()
                 above.ready = below.ready
                 above.children = 1
-        if self._is_linked(node):
-            self._add_child(parent, upper)
+        if node.is_linked:
+            parent.link(upper)
         node.segment, node.hashes = node.segment[cut:], node.hashes[num_pages:]
         node.parent = upper
-        self._add_child(upper, node)
+        upper.link(node)
         if not upper.attached:
             self.detached.add(upper)
         return upper
+
+    def merge(self, node: Node) -> None:
+        """Undo a split: take ``node`` into its only child where nothing tells the two apart.
+
+        Whoever remembers the node finds what became of it by :meth:`Node.reachable`.
+        """
+        below, parent = node.only_child, node.parent
+        if below is None or parent is None or not node.attached or node.is_held or not node.is_like(below):
+            return
+        for tier in TIERS:
+            above, copy = node.copy_in(tier), below.copy_in(tier)
+            if above.pages is not None and copy.pages is not None:
+                copy.pages = np.concatenate((above.pages, copy.pages))
+        below.segment, below.hashes = node.segment + below.segment, node.hashes + below.hashes
+        below.parent = parent
+        parent.link(below)
+        self._forget(node)
+        node.parent = below
+
+    def _forget(self, node: Node) -> None:
+        node.attached = False
+        for queue in self.queues.values():
+            queue.discard(node)
 
     def root(self, seed: bytes) -> Node:
         """Return the root of a namespace of prompts, made when it is not there. Pin it or graft below it."""
@@ -182,20 +204,21 @@ class PrefixTree:
             child = node.children.get(key) if node.children else None
             if child is None:
                 segment = bytes(data[position * step : end_page * step])
-                child = Node(node, segment, list(hashes[position:end_page]))
+                child = Node(node, segment, hashes[position:end_page])
+                child.created = child.used = self._tick
                 self.put(tier, child, pages[position - start_page :], source=source, ready=ready)
-                self._add_child(node, child)
+                node.link(child)
             else:
                 common = common_nbytes(child.segment, data, position * step, end_page * step) // step
                 if common < child.num_pages:
                     child = self.split(child, common)
+                child.used = self._tick
                 inside = slice(position - start_page, position - start_page + child.num_pages)
                 if child.copy_in(tier).pages is None:
                     self.put(tier, child, pages[inside], source=source, ready=ready)
                 else:
                     taken[inside] = False
             position += child.num_pages
-            child.used = self._tick
             node = child
         return Graft(node, taken)
 
@@ -213,9 +236,11 @@ class PrefixTree:
         if tier is Tier.DEVICE and parent.parent is not None and parent.device.pages is None:
             raise InvariantError(f"{node!r} would be on the device, {parent!r} above it is not")
         self._pools[tier].move(pages, source, Owner.TREE)
+        copy = node.own_copy(tier)
         copy.pages, copy.ready = pages.copy(), ready
-        parent.copy_in(tier).children += 1
+        parent.own_copy(tier).children += 1
         self.queues[tier].offer(node)
+        self._observer.stored(tier, node)
 
     def put_run(
         self, tier: Tier, nodes: Sequence[Node], pages: Pages, *, source: Owner, ready: Sequence[Fence]
@@ -229,11 +254,12 @@ class PrefixTree:
     def take(self, tier: Tier, node: Node) -> Pages:
         """Take a node's pages of ``tier`` away and return them; a node left without a tier leaves the tree.
 
-        Raises: InvariantError: somebody holds them or stands on them; nothing is changed.
+        Raises: InvariantError: there are none, or somebody holds them or stands on them; nothing is changed.
         Ownership: the pages are still booked as the tree's; the caller moves or frees them at once.
         """
         copy, parent = node.copy_in(tier), node.parent
-        assert copy.pages is not None and parent is not None
+        if copy.pages is None or parent is None:
+            raise InvariantError(f"{node!r} has no {tier} pages to lose")
         if copy.pins or (tier is Tier.DEVICE and copy.children):
             raise InvariantError(
                 f"{node!r} would lose its {tier} pages with a pin or a node standing on them"
@@ -245,35 +271,46 @@ class PrefixTree:
             )
         pages, copy.pages, copy.ready = copy.pages, None, ()
         parent.copy_in(tier).children -= 1
+        self._observer.removed(tier, node)
         if leaves:
-            self._unlink(node)
+            parent.unlink(node)
+            self._forget(node)
         self._settle(parent)
         return pages
 
     def prune(self, node: Node) -> int:
         """Free everything from ``node`` down; nothing there may be held. Returns how many pages went."""
-        nodes = list(node.subtree())
-        for below in reversed(nodes):
+        num_pages = 0
+        for below in reversed(list(node.subtree())) if node.children else (node,):
+            num_pages += below.num_pages
             for tier in TIERS:
                 if below.copy_in(tier).pages is not None:
                     self._pools[tier].free(self.take(tier, below), Owner.TREE)
-        return sum(below.num_pages for below in nodes)
+        return num_pages
 
     def detach(self, node: Node) -> None:
-        """Cut ``node`` and all below it off from matching; what is held lives until it is let go.
+        """Cut ``node``, perhaps a root, and all below it off from matching; what is held lives until let go.
 
         What is held keeps the nodes above the cut as before.
+        Raises: InvariantError: it is cut off already.
         """
         parent = node.parent
-        assert parent is not None and node.attached
-        self._remove_child(parent, node)
-        parent.detached_children += 1
+        if not node.attached:
+            raise InvariantError(f"{node!r} is cut off already")
+        if parent is None:
+            del self.roots[node.segment]
+            self._observer.cleared(node.segment)
+        else:
+            parent.unlink(node)
+            parent.detached_children += 1
         nodes = list(node.subtree())
         for below in nodes:
             below.attached = False
             self.detached.add(below)
-            for queue in self.queues.values():
+            for tier, queue in self.queues.items():
                 queue.discard(below)
+                if parent is not None and below.copy_in(tier).pages is not None:
+                    self._observer.removed(tier, below)
         for below in reversed(nodes):
             self._reap(below)
 
@@ -284,11 +321,10 @@ class PrefixTree:
 
         Raises: InvariantError: it has no pages there, or is a root that is not in the tree.
         """
-        copy = node.copy_in(tier)
-        is_there = self.roots.get(node.segment) is node if node.parent is None else copy.pages is not None
-        if not is_there:
+        is_root = node.parent is None
+        if self.roots.get(node.segment) is not node if is_root else node.copy_in(tier).pages is None:
             raise InvariantError(f"{node!r} has nothing on {tier} to pin")
-        copy.pins += 1
+        node.own_copy(tier).pins += 1
 
     def unpin(self, tier: Tier, node: Node) -> None:
         """Undo one :meth:`pin`.
@@ -327,53 +363,32 @@ class PrefixTree:
 
     def _reap(self, node: Node) -> None:
         # No match can reach `node`: free what nobody holds, from here upwards.
-        changed = True
-        while changed and node in self.detached:
-            parent, changed = node.parent, False
-            assert parent is not None
-            for tier in TIERS:
-                copy = node.copy_in(tier)
-                if copy.pages is not None and not copy.pins and not copy.children:
-                    pages, copy.pages, copy.ready = copy.pages, None, ()
-                    parent.copy_in(tier).children -= 1
-                    self._pools[tier].free(pages, Owner.TREE)
-                    changed = True
-            if node.residency is Residency.GHOST and not node.children and not node.is_held:
+        while node in self.detached:
+            parent = node.parent
+            freed = parent is not None and self._free_unheld(node, parent)
+            gone = node.residency is Residency.GHOST and not node.children and not node.is_held
+            if gone:
                 self.detached.discard(node)
-                if self._is_linked(node):
-                    self._remove_child(parent, node)
-                else:
-                    parent.detached_children -= 1
-                changed = True
+            if parent is None or not (freed or gone):
+                return
+            if gone and node.is_linked:
+                parent.unlink(node)
+            elif gone:
+                parent.detached_children -= 1
             node = parent
-        if changed and node.attached:
+        if node.attached:
             self._settle(node)
 
-    def _unlink(self, node: Node) -> None:
-        assert node.parent is not None
-        node.attached = False
-        for queue in self.queues.values():
-            queue.discard(node)
-        self._remove_child(node.parent, node)
-
-    def _is_linked(self, node: Node) -> bool:
-        # The topmost node of what was detached is not among its parent's children.
-        siblings = node.parent.children if node.parent is not None else None
-        return siblings is not None and siblings.get(node.segment[: self.page_nbytes]) is node
-
-    def _add_child(self, parent: Node, node: Node) -> None:
-        # Takes the place of a child with the same first page.
-        if parent.children is None:
-            parent.children = {}
-        parent.children[node.segment[: self.page_nbytes]] = node
-        parent.only_child = node if len(parent.children) == 1 else None
-
-    def _remove_child(self, parent: Node, node: Node) -> None:
-        assert parent.children is not None
-        del parent.children[node.segment[: self.page_nbytes]]
-        parent.only_child = next(iter(parent.children.values())) if len(parent.children) == 1 else None
-        if not parent.children:
-            parent.children = None
+    def _free_unheld(self, node: Node, parent: Node) -> bool:
+        freed = False
+        for tier in TIERS:
+            copy = node.copy_in(tier)
+            if copy.pages is not None and not copy.pins and not copy.children:
+                pages, copy.pages, copy.ready = copy.pages, None, ()
+                parent.copy_in(tier).children -= 1
+                self._pools[tier].free(pages, Owner.TREE)
+                freed = True
+        return freed
 
     def _touch(self, node: Node) -> None:
         self._tick += 1

@@ -1,6 +1,8 @@
-"""Walking down the tree: how far a run of nodes and the tokens of a prompt are the same."""
+"""Walking down the tree: how far its nodes and the tokens of a prompt are the same."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -9,6 +11,20 @@ from .tokens import TOKEN_NBYTES
 
 LONG_NBYTES = 16 << 10
 """A segment from here on is compared by itself: copying it into a run would take longer than that saves."""
+
+
+@dataclass(slots=True)
+class Match:
+    """How far a prompt is cached: on the device, and on device or host, both from the root on.
+
+    ``path`` are the nodes walked through; of the last one only ``tail_pages`` pages match.
+    """
+
+    root: Node
+    path: list[Node]
+    device_pages: int
+    local_pages: int
+    tail_pages: int
 
 
 def run_from(child: Node, num_pages: int) -> tuple[list[Node], bytes]:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from ..core.audit import check_capacity, check_owner, check_pins, check_tree, tree_pages
+from ..core.audit import check_anchors, check_capacity, check_owner, check_pins, check_tree, tree_pages
 from ..core.holding import Holding
 from ..core.node import Node
 from ..core.pool import NO_PAGES, Owner
@@ -38,6 +38,7 @@ def audit(ctx: Context, holdings: Collection[Holding], step_pages: Pages) -> Non
         check_owner(pool, Owner.TREE, tree_pages(ctx.tree, tier))
     check_tree(ctx.tree, write_through=not ctx.is_write_back)
     check_pins(ctx.tree, _expected_pins(ctx, holdings))
+    check_anchors(ctx.tree, Counter(pinned.node for pinned in ctx.moves if not pinned.tiers))
     _check_quota(ctx)
 
 

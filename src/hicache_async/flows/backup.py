@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
+from .._fence import resolve
 from .._hop import Hop
 from .._log import logger
 from ..abc import Store
@@ -23,19 +24,26 @@ MAX_HUNG_WRITES = 2
 class Backups:
     """Write the host pages of whole paths to the store, one batch at a time.
 
-    Asking is cheap and may be repeated.
+    Asking is cheap and may be repeated. Requests are served in order, and between two of them one path of
+    what was on the host when the store was attached.
 
     Args:
-        offload_idle: brings a path to the host where idle room allows; under write_back the ancestors
-            of an evicted node may still be on the device only, and a tail without its head is of no use.
+        fill_hole: called with the end of a path of which the first unstored page is not on the host.
     """
 
-    def __init__(self, ctx: Context, offload_idle: Callable[[Node], bool]) -> None:
+    def __init__(self, ctx: Context, fill_hole: Callable[[Node], None]) -> None:
         self._ctx = ctx
-        self._offload_idle = offload_idle
-        self._waiting: dict[Node, None] = {}
+        self._fill_hole = fill_hole
+        self._waiting: dict[Node, int] = {}
+        """Ends of paths and the numbers of their requests, oldest first."""
+        self._last_number = 0
+        self._serving = 0
+        """The number of the request that is being served; 0: none is."""
+        self._backlog: Iterator[Node] | None = None
         self._wake = asyncio.Event()
-        self._hung = 0
+        self._progress = asyncio.Event()
+        self._write_over: asyncio.Future[None] | None = None
+        self._hung: set[Hop[int]] = set()
         self._healthy = True
         self.is_idle = asyncio.Event()
         self.is_idle.set()
@@ -50,13 +58,26 @@ class Backups:
 
     def request(self, end: Node) -> None:
         """See to it that the path to ``end`` is stored; a full queue skips and counts."""
-        ctx = self._ctx
-        if ctx.store is None or not ctx.keys.writes or not ctx.reuses or end in self._waiting:
+        if not self._can_write or end in self._waiting:
             return
-        if len(self._waiting) >= ctx.config.max_backups_pending:
-            ctx.metrics.counters["backups_skipped_queue_full"] += 1
+        if len(self._waiting) >= self._ctx.config.max_backups_pending:
+            self._ctx.metrics.counters["backups_skipped_queue_full"] += 1
             return
-        self._waiting[end] = None
+        self._last_number += 1
+        self._waiting[end] = self._last_number
+        self._start()
+
+    def catch_up(self) -> None:
+        """See to it that what is on the host now is stored, too; the tree is walked as the queue drains."""
+        if self._can_write:
+            self._backlog = host_ends(self._ctx.tree.roots.values())
+            self._start()
+
+    @property
+    def _can_write(self) -> bool:
+        return self._ctx.store is not None and self._ctx.keys.writes and self._ctx.reuses
+
+    def _start(self) -> None:
         self.is_idle.clear()
         self._wake.set()
 
@@ -64,22 +85,60 @@ class Backups:
         """Serve requests until cancelled."""
         try:
             while True:
-                while self._waiting:
-                    end = next(iter(self._waiting))
-                    del self._waiting[end]
-                    await self._store_path(end)
+                while self._waiting or self._backlog is not None:
+                    await self._serve_oldest()
+                    await self._serve_backlog()
                 self.is_idle.set()
                 self._wake.clear()
                 await self._wake.wait()
         finally:
+            self._serving = 0
+            self.drop_all()
             self.is_idle.set()
 
+    async def _serve_oldest(self) -> None:
+        if self._waiting:
+            end = next(iter(self._waiting))
+            self._serving = self._waiting.pop(end)
+            await self._store_path(end)
+            self._serving = 0
+            self._note_progress()
+
+    async def _serve_backlog(self) -> None:
+        if self._backlog is None:
+            return
+        end = next(self._backlog, None)
+        if end is None or len(self._hung) >= MAX_HUNG_WRITES:
+            self._backlog = None
+            self._note_progress()
+        elif self.is_due(end):
+            await self._store_path(end)
+        await asyncio.sleep(0)  # of a large tree much may be stored already, or out of reach
+
+    def _note_progress(self) -> None:
+        # Wakes those who wait now, and nobody after them.
+        self._progress.set()
+        self._progress.clear()
+
+    async def flushed(self) -> None:
+        """Return when all that is requested now was written, given up or dropped, whatever is requested later."""
+        last, backlog = self._last_number, self._backlog
+        while self._oldest_number <= last or (backlog is not None and backlog is self._backlog):
+            await self._progress.wait()
+
+    @property
+    def _oldest_number(self) -> int:
+        return self._serving or next(iter(self._waiting.values()), self._last_number + 1)
+
     async def _store_path(self, end: Node) -> None:
-        while end.attached and self._ctx.reuses and (store := self._ctx.store) is not None:
-            if self._hung >= MAX_HUNG_WRITES:
+        while (left := end.reachable()).parent is not None and self._ctx.reuses:
+            store = self._ctx.store
+            if store is None:
+                return
+            if len(self._hung) >= MAX_HUNG_WRITES:
                 self._ctx.metrics.counters["backups_skipped_store_hung"] += 1
                 return
-            nodes = self._next_batch(end)
+            nodes = self._next_batch(left)
             if not nodes or not await self._write(store, nodes):
                 return
 
@@ -96,7 +155,7 @@ class Backups:
             if not self.is_due(node):
                 if not nodes:
                     ctx.metrics.counters["backups_stopped_at_hole"] += 1
-                    self._offload_idle(end)
+                    self._fill_hole(end)
                 break
             if node.num_pages > room:
                 if room:
@@ -119,22 +178,26 @@ class Backups:
         hop = start_store_call(
             ctx, "write", write, partial(self._settled, pinned=pinned, pages=pages, epoch=epoch)
         )
-        if not await settled_within(ctx.clock, hop.settled, ctx.config.store_timeout_s):
-            self._hung += 1
-            hop.settled.add_done_callback(self._unhang)
+        over = self._write_over = ctx.loop.create_future()
+        hop.settled.add_done_callback(lambda _: resolve(over))
+        await settled_within(ctx.clock, over, ctx.config.store_timeout_s)
+        if epoch != ctx.tree.store_epoch:
+            return False
+        if not hop.settled.done():
+            self._hung.add(hop)
+            hop.settled.add_done_callback(lambda _: self._hung.discard(hop))
             self._note_health(False, f"a write did not end in {ctx.config.store_timeout_s} s")
             return False
         return answered_count(hop, len(pages)) == len(pages)
 
-    def _unhang(self, settled: asyncio.Future[None]) -> None:
-        self._hung -= 1
-
     def _settled(self, hop: Hop[int], *, pinned: Pinned, pages: Pages, epoch: int) -> None:
         ctx = self._ctx
+        if epoch != ctx.tree.store_epoch:  # of a store that was taken away: its answer is nobody's
+            ctx.unpin(pinned)
+            return
         answer = answered_count(hop, len(pages))
         count = answer or 0
-        if epoch == ctx.tree.store_epoch:
-            mark_stored(ctx.tree, pinned.node, len(pages), count)
+        mark_stored(ctx.tree, pinned.node, len(pages), count)
         ctx.unpin(pinned)
         ctx.metrics.counters["backed_up_pages"] += count
         if count < len(pages):
@@ -156,3 +219,30 @@ class Backups:
         """Forget all requests; counts them."""
         self._ctx.metrics.counters["backups_dropped"] += len(self._waiting)
         self._waiting.clear()
+        self._backlog = None
+        self._note_progress()
+
+    def leave_store(self) -> None:
+        """Forget all requests and the writes under way: their store is taken away, and the next one starts anew."""
+        self.drop_all()
+        self._hung.clear()
+        self._healthy = True
+        if self._write_over is not None:
+            resolve(self._write_over)
+
+
+def host_ends(roots: Iterable[Node]) -> Iterator[Node]:
+    """Yield the last host node of every path, walking down as it is asked for the next.
+
+    The tree may change between two: what is split still ends where it did, and of what has left the rest of
+    its path comes in its place.
+    """
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        children = list(node.children.values()) if node.children else []
+        stack += children
+        left = node.reachable()
+        goes_on = left is node and any(child.host.pages is not None for child in children)
+        if left.host.pages is not None and not goes_on:
+            yield left

@@ -20,6 +20,7 @@ from ..core.pool import PagePool
 from ..core.room import Room
 from ..core.tree import PrefixTree
 from ..errors import ClosedError, InvariantError
+from ..kv_events import KVEvents
 from ..memory.device_kv import DeviceKV
 from ..memory.host import HostArena
 from ..metrics import Metrics
@@ -36,7 +37,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Pinned:
-    """What a running move has pinned, for audits."""
+    """What a running move, or an operator, keeps: for audits.
+
+    Attributes:
+        tiers: the tiers of ``node`` that it keeps; none: whichever there is, as an anchor.
+    """
 
     node: Node
     tiers: tuple[Tier, ...]
@@ -51,7 +56,7 @@ class Context:
         prefetch_pages: host pages charged to prefetches, the sum of ``charges``.
         fetches: running reads, by the hash of their first page.
         hop_pages: host pages that running reads may still be writing.
-        moves: what running moves have pinned.
+        moves: what running moves, and operators, have pinned.
         waits, prefetches: what a failure or close has to end.
     """
 
@@ -68,6 +73,7 @@ class Context:
     device_pool: PagePool
     host_pool: PagePool
     tree: PrefixTree
+    events: KVEvents
     room: Room
     metrics: Metrics = field(default_factory=Metrics)
     announcements: Announcements = field(default_factory=Announcements)
@@ -110,11 +116,20 @@ class Context:
         self.moves.add(pinned)
         return pinned
 
+    def anchor(self, node: Node) -> Pinned:
+        """Keep ``node`` in at least one tier, whichever, and so all above it."""
+        self.tree.anchor(node)
+        pinned = Pinned(node, ())
+        self.moves.add(pinned)
+        return pinned
+
     def unpin(self, pinned: Pinned) -> None:
-        """Undo one :meth:`pin`."""
+        """Undo one :meth:`pin` or :meth:`anchor`."""
         self.moves.discard(pinned)
         for tier in pinned.tiers:
             self.tree.unpin(tier, pinned.node)
+        if not pinned.tiers:
+            self.tree.unanchor(pinned.node)
 
     def spawn(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
         """Run a mover as a task of the cache's own; what it raises turns the cache to FAILED."""
@@ -143,6 +158,7 @@ class Context:
         if self.state in (State.FAILED, State.CLOSED):
             return
         self.state, self.failure = State.FAILED, error
+        self.events.end()
         logger.error("cache.failed", error=repr(error), exc_info=error)
         self.wake_all()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Protocol
 
 from .._hop import Hop
 from .._log import logger
 from ..abc import Store
-from ..config import PrefetchOverflow
 from ..core.hashing import HashChain
 from ..core.node import Node
 from ..core.pool import NO_PAGES, Owner
@@ -18,6 +18,7 @@ from ..types import Pages, Stop, StopToken, Tier
 from .calls import answered_count, checked_count, start_store_call
 from .charge import Charge
 from .context import Context, Pinned, settled_within
+from .gates import quota_pages, share_of
 from .offload import Offloads
 from .page_bytes import batch_pages, empty_views, publish
 from .stored import mark_stored
@@ -35,8 +36,8 @@ class Fetch:
     """Reads pages ``[start_page, end_page)`` of a prompt, batch by batch, and attaches each as it settles.
 
     The last one to withdraw stops it, and hears of what was in hand as long as it listens. Its pages
-    belong to the hop that fills them; a batch that settles after the fetch has ended is given back
-    unread.
+    belong to the hop that fills them; a batch that settles after the fetch has ended, or after its store
+    was taken away, is given back unread.
 
     Attributes:
         interested: requests that keep it going.
@@ -55,6 +56,7 @@ class Fetch:
     ) -> None:
         self._ctx = ctx
         self._store = store
+        self._epoch = ctx.tree.store_epoch
         self._offloads = offloads
         self._data = data
         self._hashes = hashes
@@ -70,7 +72,7 @@ class Fetch:
         self._hop: Hop[int] | None = None
         self._charge = Charge(ctx)
         self._anchor: Node | None = None
-        self._anchor_pin: Pinned | None = None
+        self._anchor_pins: list[Pinned] = []
         ctx.fetches[self.first_hash] = self
         ctx.spawn(self._run(), "fetch")
 
@@ -78,6 +80,11 @@ class Fetch:
     def first_hash(self) -> bytes:
         """What single-flight goes by."""
         return self._hashes[self.start_page]
+
+    def num_shared(self, hashes: Sequence[bytes]) -> int:
+        """Return how many of its pages, from the first on, a prompt with these page hashes has, too."""
+        pairs = zip(self._hashes[self.start_page : self.end_page], hashes[self.start_page :], strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def join(self, request: Interested) -> None:
         """Take an interest, and hear of what is attached."""
@@ -128,27 +135,20 @@ class Fetch:
             self.stop = Stop.ANCHOR_NOT_BACKED
             logger.info("prefetch.anchor_not_backed", page=self.start_page)
             return False
-        tree.anchor(anchor)
-        self._anchor = anchor
+        self._anchor, self._anchor_pins = anchor, [ctx.anchor(anchor)]
         if anchor.host.pages is not None:
-            self._anchor_pin = ctx.pin(anchor, Tier.HOST)
+            self._anchor_pins.append(ctx.pin(anchor, Tier.HOST))
         return True
 
     def _reserve(self) -> bool:
         ctx = self._ctx
         wanted = self.end_page - self.start_page
-        quota = int(ctx.config.prefetch_capacity_fraction * ctx.host_pool.capacity) - ctx.prefetch_pages
-        allowed = min(wanted, quota)
-        if allowed <= 0:
-            self.stop = Stop.RATE_LIMITED
-            return False
-        available = min(allowed, ctx.room.plan_room(Tier.HOST, allowed).num_pages)
-        if available < wanted:
-            self.stop = Stop.NO_HOST_ROOM if available < allowed else Stop.RATE_LIMITED
-            if available == 0 or ctx.config.prefetch_overflow is PrefetchOverflow.REFUSE:
-                return False
-        self._charge.book(ctx.host_pool.take(available, Owner.HOP, fenced=False).pages)
-        return True
+        quota = quota_pages(ctx)
+        room = ctx.room.plan_room(Tier.HOST, max(0, min(wanted, quota))).num_pages
+        share = share_of(ctx.config, wanted, quota_pages=quota, room_pages=room)
+        self.stop = share.stop
+        self._charge.book(ctx.host_pool.take(share.num_pages, Owner.HOP, fenced=False).pages)
+        return share.num_pages > 0
 
     async def _read_all(self) -> None:
         ctx = self._ctx
@@ -184,13 +184,16 @@ class Fetch:
         # The only place where a batch is published or given back.
         ctx = self._ctx
         del ctx.hop_pages[hop]
-        count = checked_count(ctx, hop, len(pages)) or 0
+        has_store = self._epoch == ctx.tree.store_epoch
+        count = (checked_count(ctx, hop, len(pages)) or 0) if has_store else 0
         if self.done.done():
             ctx.host_pool.free(pages, Owner.HOP)
             self._charge.end_reading(self.attached_page - self.start_page)
             return
         anchor = self._anchor
-        if anchor is None or not anchor.attached or not ctx.reuses:
+        if not has_store:
+            self.stop = Stop.DETACHED
+        elif anchor is None or not anchor.attached or not ctx.reuses:
             count = 0
             self.stop = Stop.ANCHOR_NOT_BACKED
         if count and anchor is not None:
@@ -205,19 +208,17 @@ class Fetch:
     def _advance(self, end: Node, end_page: int) -> None:
         # The end of what is attached becomes the anchor of the next batch, and every request's pin.
         ctx = self._ctx
-        if ctx.store is self._store:
-            num_pages = end_page - self.attached_page
-            mark_stored(ctx.tree, end, num_pages, num_pages)
-        pin = ctx.pin(end, Tier.HOST)
-        ctx.tree.anchor(end)
+        num_pages = end_page - self.attached_page
+        mark_stored(ctx.tree, end, num_pages, num_pages)
+        pins = [ctx.anchor(end), ctx.pin(end, Tier.HOST)]
         self._let_go()
-        self._anchor, self._anchor_pin = end, pin
+        self._anchor, self._anchor_pins = end, pins
         self.attached_page = end_page
         for request in self._listening:
             request.reached(end, end_page, self._charge)
 
     def _explain_short(self, hop: Hop[int], num_pages: int) -> None:
-        if self.stop in (Stop.STOPPED, Stop.ANCHOR_NOT_BACKED):
+        if self.stop in (Stop.STOPPED, Stop.ANCHOR_NOT_BACKED, Stop.DETACHED):
             return
         if answered_count(hop, num_pages) is None:
             self.stop = Stop.STORE_FAULT
@@ -225,12 +226,9 @@ class Fetch:
             self.stop = hop.stop.reason or Stop.VANISHED
 
     def _let_go(self) -> None:
-        if self._anchor is not None:
-            self._ctx.tree.unanchor(self._anchor)
-            self._anchor = None
-        if self._anchor_pin is not None:
-            self._ctx.unpin(self._anchor_pin)
-            self._anchor_pin = None
+        for pinned in self._anchor_pins:
+            self._ctx.unpin(pinned)
+        self._anchor, self._anchor_pins = None, []
 
     def _end(self) -> None:
         ctx = self._ctx

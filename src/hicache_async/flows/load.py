@@ -15,7 +15,7 @@ from ..abc import CopyPlan, Fence
 from ..core.holding import Holding
 from ..core.node import Node, pages_of
 from ..core.pool import Owner
-from ..core.tree import Match
+from ..core.walk import Match
 from ..types import Pages, Tier
 from .allocate import DeviceRoom
 from .context import Context, Pinned

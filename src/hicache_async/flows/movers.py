@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterable, Sequence
 
 from .._hop import Hop
 from ..abc import Fence
-from ..config import WritePolicy
 from ..core.holding import Holding
 from ..core.node import Node
+from ..core.write_policy import ENOUGH_COMMITS, MIN_COMMITS
+from ..types import Tier
 from .allocate import DeviceRoom
 from .backup import Backups
+from .clean import Cleaner
 from .context import Context
 from .load import Loads
 from .offload import Offloads
+from .pins import Pins
 from .readiness import awaits_engine, hold_until
-
-MIN_COMMITS = {WritePolicy.WRITE_THROUGH: 1, WritePolicy.WRITE_THROUGH_SELECTIVE: 2}
-"""Commits after which a page is copied to the host; under write_back it is copied at eviction."""
+from .write_down import write_down
 
 
 class Movers:
@@ -30,10 +31,12 @@ class Movers:
 
     def __init__(self, ctx: Context, holdings: Callable[[], Iterable[Holding]]) -> None:
         self.ctx = ctx
-        self.backups = Backups(ctx, self._offload_idle)
+        self.backups = Backups(ctx, self._fill_hole)
         self.offloads = Offloads(ctx, self._offload_over)
         self.device_room = DeviceRoom(ctx, self.offloads, holdings)
         self.loads = Loads(ctx, self.device_room)
+        self.pins = Pins(ctx, self.offloads)
+        self._cleaner = Cleaner(ctx, self.offloads)
         self._forwards: set[Hop[None]] = set()
         self._behind_forwards: set[Node] = set()
         """Ends of paths that the write policy sees again when the forwards that write into them are over."""
@@ -43,6 +46,12 @@ class Movers:
         holding.credit()
         if holding.device_end is not None:
             self._apply_write_policy(holding.device_end)
+        self._cleaner.run()
+
+    def released(self) -> None:
+        """Give what has become free to those who wait, and see to what has become cold."""
+        self.device_room.pump()
+        self._cleaner.run()
 
     def _apply_write_policy(self, end: Node) -> None:
         if not end.attached or not self.ctx.reuses:
@@ -66,14 +75,14 @@ class Movers:
         self._forwards.discard(hop)
         ends, self._behind_forwards = {end, *self._behind_forwards}, set()
         for each in ends:
-            self._apply_write_policy(each)
-        self.device_room.pump()
+            self._apply_write_policy(each.reachable())
+        self.released()
 
     def preempt(self, end: Node) -> None:
         """Copy the path to ``end`` to the host whatever the policy; what a forward still writes, behind that."""
         self.offloads.offload_path(end, min_hits=0)
         for node in end.path():
-            node.hits = max(node.hits, *MIN_COMMITS.values())
+            node.hits = max(node.hits, ENOUGH_COMMITS)
 
     def back_up(self, end: Node) -> None:
         """See to it that what the host has of the path to ``end`` is stored; makes up for what was missed.
@@ -85,6 +94,20 @@ class Movers:
                 self.backups.request(node)
                 return
 
+    async def flush(self, tier: Tier) -> None:
+        """Return when what moves down now has reached ``tier`` or was given up; what comes later is not waited for."""
+        # Stage by stage: when the wait for one is over it has asked for what follows from it in the next.
+        if self._forwards:
+            await asyncio.wait([hop.settled for hop in self._forwards])
+        await self.offloads.settled()
+        if tier == Tier.STORE:
+            await self.backups.flushed()
+            if (
+                self.ctx.is_write_back
+            ):  # a hole that a backup has met is filled by a copy, behind which it goes on
+                await self.offloads.settled()
+                await self.backups.flushed()
+
     async def drain(self) -> None:
         """Return when no forward is awaited, no offload runs and no backup waits."""
         while self._forwards or not self.offloads.is_idle or not self.backups.is_idle.is_set():
@@ -94,16 +117,22 @@ class Movers:
             await self.backups.is_idle.wait()
 
     async def finish(self) -> None:
-        """Return when nothing moves any more in any direction."""
+        """Return when nothing moves any more in any direction, and under write_back nothing is left to write."""
         while hops := self.ctx.hops.live:
             await asyncio.wait([hop.settled for hop in hops])
             await self.drain()
         await self.drain()
+        await write_down(self.ctx, self.offloads, self.back_up, self.drain)
 
     def _offload_over(self, ends: Sequence[Node]) -> None:
         for end in ends:
             self.back_up(end)
-        self.device_room.pump()
+        self.released()
 
-    def _offload_idle(self, node: Node) -> bool:
-        return self.ctx.is_write_back and self.offloads.offload_path(node, min_hits=0, evict=False)
+    def _fill_hole(self, end: Node) -> None:
+        # Under write_back the pages above an evicted node may be on the device only, and a stored tail
+        # without its head is of no use to anybody.
+        if self.ctx.is_write_back and end.host.pages is not None:
+            held = self.ctx.pin(end, Tier.HOST)
+            self.offloads.offload_path(end, min_hits=0, only_unstored=True)
+            self.ctx.unpin(held)

@@ -34,13 +34,18 @@ class Offloads:
         self._ctx = ctx
         self._on_over = on_over
         self._hops: set[Hop[None]] = set()
-        self._pinning: set[Hop[None]] = set()
-        """Copies whose source is still on the device."""
+        self._pinning: dict[Hop[None], int] = {}
+        """Copies whose source is still on the device, and how many pages each copies."""
 
     @property
     def is_idle(self) -> bool:
         """Whether no copy is under way."""
         return not self._hops
+
+    @property
+    def pages_ahead(self) -> int:
+        """Device pages that can go without a copy once the copies under way have ended."""
+        return sum(self._pinning.values())
 
     async def settled(self) -> None:
         """Return when the copies under way now have settled."""
@@ -51,19 +56,22 @@ class Offloads:
         """Return what resolves when a copy ends and its source may leave the device; None: there is none."""
         return next((hop.settled for hop in self._pinning), None)
 
-    def offload_path(self, end: Node, *, min_hits: int, evict: bool = True) -> bool:
+    def offload_path(self, end: Node, *, min_hits: int, only_unstored: bool = False) -> bool:
         """Copy what the path to ``end`` lacks on the host, ancestors first, up to the first node with fewer hits.
 
         A node whose bytes a forward is still writing ends it, too: its copy is made when that is over.
 
         Args:
             min_hits: commits that a node must have seen.
-            evict: whether host nodes may be evicted for it; False: only idle room is used.
+            only_unstored: whether what the store has need not be on the host.
         Returns: whether all of the path is on the host now, or on its way.
         """
         ctx = self._ctx
-        path = end.path()
-        missing = [node for node in path if node.host.pages is None]
+        missing = [
+            node
+            for node in end.path()
+            if node.host.pages is None and not (only_unstored and node.stored == ctx.tree.store_epoch)
+        ]
         wanted = next(
             (i for i, node in enumerate(missing) if node.hits < min_hits or awaits_engine(node)), len(missing)
         )
@@ -73,19 +81,17 @@ class Offloads:
         if len(self._hops) >= ctx.config.max_offloads_in_flight:
             ctx.metrics.counters["offloads_skipped_queue_full"] += 1
             return False
-        taken = self._fit(nodes, self._make_room(nodes, evict=evict))
+        taken = self._fit(nodes, self._make_room(nodes))
         if not taken:
             ctx.metrics.counters["offloads_skipped_no_host_room"] += 1
             return False
-        self._submit(taken, end)
+        self._submit(taken, pinned=taken[-1:], ends=[end])
         return len(taken) == len(missing)
 
-    def _make_room(self, nodes: Sequence[Node], *, evict: bool) -> int:
+    def _make_room(self, nodes: Sequence[Node]) -> int:
         # The path above must keep its host pages while room is made for what comes below it.
         ctx = self._ctx
         num_pages = sum(node.num_pages for node in nodes)
-        if not evict:
-            return min(num_pages, ctx.host_pool.available(fenced=False))
         above = nodes[0].parent
         held = ctx.pin(above, Tier.HOST) if above is not None and above.host.pages is not None else None
         available = ctx.room.plan_room(Tier.HOST, num_pages).num_pages
@@ -104,7 +110,19 @@ class Offloads:
             taken.append(node)
         return taken
 
-    def _submit(self, nodes: Sequence[Node], end: Node) -> None:
+    def offload_nodes(self, nodes: Sequence[Node]) -> None:
+        """Copy device nodes of any paths, as many of the first as the host can take."""
+        ctx = self._ctx
+        if not nodes:
+            return
+        if len(self._hops) >= ctx.config.max_offloads_in_flight:
+            ctx.metrics.counters["offloads_skipped_queue_full"] += 1
+            return
+        available = ctx.room.plan_room(Tier.HOST, sum(node.num_pages for node in nodes)).num_pages
+        if taken := self._fit(nodes, available):
+            self._submit(taken, pinned=taken, ends=taken)
+
+    def _submit(self, nodes: Sequence[Node], *, pinned: Sequence[Node], ends: Sequence[Node]) -> None:
         ctx = self._ctx
         device_pages = pages_of(nodes, Tier.DEVICE)
         host_pages = ctx.host_pool.take(len(device_pages), Owner.LEASE, fenced=False).pages
@@ -115,9 +133,9 @@ class Offloads:
             ctx.host_pool.free(host_pages, Owner.LEASE)
             return
         ctx.tree.put_run(Tier.HOST, nodes, host_pages, source=Owner.LEASE, ready=(fence,))
-        pinned = ctx.pin(nodes[-1], Tier.DEVICE, Tier.HOST)
+        pins = [ctx.pin(node, Tier.DEVICE, Tier.HOST) for node in pinned]
         ctx.metrics.counters["offloaded_pages"] += len(host_pages)
-        self._pinning.add(self._watch(fence, [pinned], [end]))
+        self._pinning[self._watch(fence, pins, ends)] = len(host_pages)
 
     def submit_evictions(self, moves: Sequence[Move]) -> None:
         """Copy evicted nodes out and free their device pages behind the copy's fence."""
@@ -136,6 +154,7 @@ class Offloads:
             move.node.host.ready = (fence,)
             pins.append(ctx.pin(move.node, Tier.HOST))
         ctx.metrics.counters["offloaded_pages"] += len(host_pages)
+        ctx.metrics.counters["offloaded_pages_at_eviction"] += len(host_pages)
         self._watch(fence, pins, [move.node for move in moves])
 
     def _watch(self, fence: Fence, pins: Sequence[Pinned], ends: Sequence[Node]) -> Hop[None]:
@@ -146,13 +165,22 @@ class Offloads:
 
     def _settled(self, hop: Hop[None], *, fence: Fence, pins: Sequence[Pinned], ends: Sequence[Node]) -> None:
         self._hops.discard(hop)
-        self._pinning.discard(hop)
+        self._pinning.pop(hop, None)
         ctx = self._ctx
         for pinned in pins:
             settle_ready(ctx, pinned.node, Tier.HOST, fence, hop.error)
             ctx.unpin(pinned)
+        for pinned in pins:
+            self._merge(pinned.node)
         if hop.error is not None:
             ctx.metrics.counters["failed_copies"] += 1
             logger.warning("copy.failed", direction="device_to_host", fault=repr(hop.error))
             ends = ()
-        self._on_over([end for end in ends if end.attached])
+        self._on_over([end.reachable() for end in ends])
+
+    def _merge(self, node: Node) -> None:
+        # A prompt that left the device piece by piece is one node again.
+        parent = node.parent
+        self._ctx.tree.merge(node)
+        if parent is not None:
+            self._ctx.tree.merge(parent)

@@ -15,6 +15,7 @@ from .calls import count_prefix
 from .charge import Charge
 from .context import Context, settled_within
 from .fetch import Fetch
+from .gates import ask_in_batches, is_worth_fetching, outcome, refusal_to_ask
 from .offload import Offloads
 
 STOP_GRACE_S = 0.02
@@ -53,6 +54,10 @@ class Prefetch:
     def stop(self) -> int:
         """End the prefetch; returns the tokens attached so far. Sync, may be called again."""
         return self._end(Stop.STOPPED)
+
+    def leave_store(self) -> None:
+        """End the prefetch because its store is taken away; what is attached stays."""
+        self._end(Stop.DETACHED)
 
     async def settled(self) -> PrefetchResult:
         """Return what was found and brought, once the prefetch has ended.
@@ -115,46 +120,35 @@ class Prefetch:
         ctx, holding = self._ctx, self._holding
         start_page = self._start_page = self.attached_page = self._local_pages()
         missing = holding.limit_pages - start_page
-        found, cut_short = await self._look(start_page, missing)
-        unfulfilled = ctx.metrics.unfulfilled
-        unfulfilled[cut_short or Stop.NOT_STORED] += max(0, missing - found) * ctx.page_tokens
+        found, cut = await self._look(start_page, missing)
+        ctx.metrics.unfulfilled[cut or Stop.NOT_STORED] += max(0, missing - found) * ctx.page_tokens
         agreed = await ctx.ranks.agree(self._ticket, ((start_page + found) * ctx.page_tokens,))
         shorter = int(agreed[0]) // ctx.page_tokens - start_page
-        stop = Stop.PEER_SHORTER if cut_short is None and shorter < found else cut_short
+        if cut is None and shorter < found:
+            cut = Stop.PEER_SHORTER
         hit = max(0, min(found, shorter))
-        worth = hit * ctx.page_tokens >= ctx.config.effective_prefetch_threshold_tokens
-        if hit and not worth and stop is None:
-            stop = Stop.BELOW_THRESHOLD
-        if hit and worth:
+        ended = None
+        if is_worth_fetching(ctx.config, hit):
             ended = await self._fetch_up_to(start_page + hit)
-            stop = ended if ended is not Stop.COMPLETE or stop is None else stop
-        self._settle(found, hit, stop or Stop.NOT_STORED)
+        self._settle(found, hit, outcome(hit, cut, ended))
 
     def _local_pages(self) -> int:
         return self._holding.match().local_pages if self._ctx.reuses else 0
 
     async def _look(self, start_page: int, missing: int) -> tuple[int, Stop | None]:
         ctx = self._ctx
-        store = ctx.store
-        if missing <= 0:
-            return 0, Stop.NOTHING_MISSING
-        if store is None or not ctx.reuses:
-            return 0, Stop.DETACHED
-        if missing * ctx.page_tokens < ctx.config.effective_prefetch_threshold_tokens:
-            return 0, Stop.BELOW_THRESHOLD
+        store, refusal = ctx.store, refusal_to_ask(ctx, missing)
+        if store is None or refusal is not None:
+            return 0, refusal
         hashes = self._holding.hashes(start_page + missing)
-        hit, batch = 0, ctx.config.store_batch_pages
-        while hit < missing:
+
+        async def ask(start: int, end: int) -> int | Stop:
             if self._stop_reason is not None:
-                return hit, self._stop_reason
-            keys = ctx.keys.keys(hashes[start_page + hit : start_page + min(hit + batch, missing)])
-            count = await self._count(store, keys)
-            if count is None:
-                return hit, self._stop_reason or Stop.STORE_FAULT
-            hit += count
-            if count < len(keys):
-                return hit, None if hit else Stop.NOT_STORED
-        return hit, None
+                return self._stop_reason
+            count = await self._count(store, ctx.keys.keys(hashes[start:end]))
+            return (self._stop_reason or Stop.STORE_FAULT) if count is None else count
+
+        return await ask_in_batches(ask, start_page, start_page + missing, ctx.config.store_batch_pages)
 
     async def _count(self, store: Store, keys: list[str]) -> int | None:
         # A deadline ends the wait for an answer, too; the question then ends by itself.
@@ -207,7 +201,7 @@ class Prefetch:
     def _settle(self, found: int, hit: int, stop: Stop) -> None:
         ctx = self._ctx
         fetched = min(hit, self.fetched_pages)
-        if fetched == hit and hit and stop in (Stop.STOPPED, Stop.DEADLINE):
+        if fetched == hit and hit and stop in (Stop.STOPPED, Stop.DEADLINE, Stop.DETACHED):
             stop = Stop.COMPLETE
         ctx.metrics.unfulfilled[stop] += (found - fetched) * ctx.page_tokens
         result = PrefetchResult(hit * ctx.page_tokens, fetched * ctx.page_tokens, stop)

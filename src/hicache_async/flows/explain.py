@@ -1,0 +1,248 @@
+"""Explain: why a prompt hits as far as it does, looked up without leaving a trace in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ..core.hashing import HashChain
+from ..core.holding import Holding
+from ..core.node import Node, TierCopy
+from ..core.tokens import TokenKey
+from ..core.walk import Match, common_nbytes, pages_off_device
+from ..explanation import Explanation, Keeper, MatchStop, PageExplanation, Place
+from ..types import Stop, Tier
+from .context import Context
+from .forecast import foresee_fetch
+from .gates import Share, is_worth_fetching, outcome, refusal_to_ask
+from .hints import hints
+from .survey import Survey
+
+
+async def explain(
+    ctx: Context, key: TokenKey, chain: HashChain, *, operator_pins: Collection[Node] = ()
+) -> Explanation:
+    """Say where each page of a prompt is, and why a match or a prefetch would end there now.
+
+    In this process nothing changes: no page is taken or pinned, nothing counts as used or as a hit. The
+    store is asked what a prefetch would ask, and some 30 questions more, or for its names where it can
+    list them. It may take that for a use, and a listing of millions of names may take its time.
+
+    Args:
+        key, chain: the prompt, and what its page hashes depend on besides.
+        operator_pins: nodes that an operator keeps, once for each pin, to tell these from moves.
+    Raises: ClosedError: the cache was closed. Nothing for the store, each of whose answers is waited for
+        ``store_timeout_s`` at most.
+    Cancellation: ends the questions, too.
+    """
+    holding = Holding(ctx.tree, ctx.device_pool, key.fork(), len(key), chain, whole=False)
+    prompt = _Prompt(ctx, holding, holding.hashes(holding.num_pages))
+    survey = Survey(ctx, ctx.store if ctx.reuses else None, prompt.hashes)
+    marked = prompt.marked_pages()
+    if survey.store is not None and prompt.hashes:
+        start_page = prompt.match().local_pages
+        if refusal_to_ask(ctx, holding.limit_pages - start_page) is None:
+            await survey.look(start_page, holding.limit_pages)
+        await survey.complete()
+        ctx.check_open()
+        survey.written = prompt.marked_pages() - marked
+    return _describe(prompt, survey, Counter(operator_pins))
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt, and what this process knows of it now."""
+
+    ctx: Context
+    holding: Holding
+    hashes: Sequence[bytes]
+
+    def match(self) -> Match:
+        """Return what a match would."""
+        return self._look(self.holding.limit_pages, self.holding.chain.seed)
+
+    def whole(self) -> Match:
+        """Return how far all whole pages are cached, that which a match leaves out included."""
+        return self._look(self.holding.num_pages, self.holding.chain.seed)
+
+    def elsewhere_pages(self) -> int:
+        """Return how far the prompt is cached under another salt or adapter."""
+        others = [seed for seed in self.ctx.tree.roots if seed != self.holding.chain.seed]
+        found = (self._look(self.holding.num_pages, seed).local_pages for seed in others)
+        return max(found, default=0)
+
+    def _look(self, num_pages: int, seed: bytes) -> Match:
+        # As a match, but nothing counts as used; in a tree that is not to be trusted nothing is looked up.
+        tree, data = self.ctx.tree, self.holding.key.data
+        step = tree.page_nbytes
+        offset, stop = 0, num_pages * step
+        root = node = (self.ctx.reuses and tree.roots.get(seed)) or Node(None, seed, [])
+        path: list[Node] = []
+        tail_pages = 0
+        while offset < stop and node.children:
+            child = node.children.get(bytes(data[offset : offset + step]))
+            if child is None:
+                break
+            tail_pages = common_nbytes(child.segment, data, offset, stop) // step
+            path.append(child)
+            offset += tail_pages * step
+            if tail_pages < child.num_pages:
+                break
+            node = child
+        local_pages = offset // step
+        return Match(root, path, local_pages - pages_off_device(path, tail_pages), local_pages, tail_pages)
+
+    def nodes(self) -> list[Node | None]:
+        """Return the node of each whole page; None: it is not local."""
+        whole = self.whole()
+        local = [node for node in whole.path for _ in node.hashes][: whole.local_pages]
+        return [*local, *[None] * (len(self.hashes) - len(local))]
+
+    def marked_pages(self) -> set[int]:
+        """Return the pages that this process takes for stored."""
+        epoch = self.ctx.tree.store_epoch
+        return {page for page, node in enumerate(self.nodes()) if node is not None and node.stored == epoch}
+
+    def pages_being_read(self) -> set[int]:
+        """Return the pages that running reads are bringing to the host."""
+        return {
+            page
+            for fetch in self.ctx.fetches.values()
+            for page in range(fetch.attached_page, fetch.start_page + fetch.num_shared(self.hashes))
+        }
+
+    def match_stop(self) -> MatchStop:
+        """Return why a match covers no more."""
+        ctx, holding, page = self.ctx, self.holding, self.match().local_pages
+        if not ctx.reuses:
+            return MatchStop.NO_REUSE
+        if page == holding.limit_pages:
+            return MatchStop.LAST_TOKEN if page < holding.num_pages else MatchStop.WHOLE_PAGES
+        if page in self.pages_being_read():
+            return MatchStop.ARRIVING
+        if ctx.announcements.pending(None, self.hashes[page : page + 1]):
+            return MatchStop.BEING_COMPUTED
+        if any(self.hashes[page] in node.hashes for node in ctx.tree.detached):
+            return MatchStop.CUT_OFF
+        return MatchStop.NOT_CACHED
+
+
+def _describe(prompt: _Prompt, survey: Survey, operator_pins: Counter[Node]) -> Explanation:
+    # Sync: what is said of this process held at one moment.
+    ctx = prompt.ctx
+    match = prompt.match()
+    hit_pages, share = _foresee_prefetch(prompt, match, survey)
+    pages = _pages(prompt, survey, operator_pins)
+    lacking = next((page.index for page in pages if page.store is Place.ABSENT), None)
+    explanation = Explanation(
+        state=ctx.state,
+        page_size=ctx.page_tokens,
+        prompt_tokens=prompt.holding.length,
+        namespace=ctx.keys.suffix,
+        device_tokens=match.device_pages * ctx.page_tokens,
+        local_tokens=match.local_pages * ctx.page_tokens,
+        store_tokens=hit_pages * ctx.page_tokens,
+        fetch_tokens=share.num_pages * ctx.page_tokens,
+        match_stop=prompt.match_stop(),
+        prefetch_stop=share.stop,
+        pages=pages,
+        store_fault=survey.fault,
+        other_namespace=None if lacking is None else survey.other_namespace(lacking),
+        elsewhere_tokens=prompt.elsewhere_pages() * ctx.page_tokens,
+    )
+    return dataclasses.replace(explanation, hints=hints(ctx, explanation, survey))
+
+
+def _foresee_prefetch(prompt: _Prompt, match: Match, survey: Survey) -> tuple[int, Share]:
+    # The steps of a prefetch, by the same gates: how many pages it would find, and bring.
+    ctx, start_page, end_page = prompt.ctx, match.local_pages, prompt.holding.limit_pages
+    refusal = refusal_to_ask(ctx, end_page - start_page)
+    if refusal is not None:
+        return 0, Share(0, refusal)
+    if survey.is_current:
+        hit, cut = survey.found(start_page, end_page)
+    else:  # of a store that was attached or cleared meanwhile nothing is known
+        hit, cut = 0, Stop.STORE_FAULT
+    if not is_worth_fetching(ctx.config, hit) or cut is Stop.DEADLINE:
+        return hit, Share(0, outcome(hit, cut, None))
+    share = foresee_fetch(ctx, match, prompt.hashes, start_page + hit)
+    brought = range(start_page, start_page + share.num_pages)
+    stale = next((page for page in brought if survey.is_stale(page)), None)
+    if stale is not None:
+        share = Share(stale - start_page, Stop.VANISHED)
+    return hit, Share(share.num_pages, outcome(hit, cut, share.stop))
+
+
+# Page by page
+
+
+def _pages(prompt: _Prompt, survey: Survey, operator_pins: Counter[Node]) -> tuple[PageExplanation, ...]:
+    ctx = prompt.ctx
+    nodes, keys = prompt.nodes(), ctx.keys.keys(prompt.hashes)
+    keepers = _keepers(ctx, prompt.whole().path, operator_pins)
+    being_read = prompt.pages_being_read()
+    pages: list[PageExplanation] = []
+    for index, node in enumerate(nodes):
+        page = PageExplanation(
+            index=index,
+            start_token=index * ctx.page_tokens,
+            end_token=(index + 1) * ctx.page_tokens,
+            key=keys[index],
+            store=_STORE_PLACES[survey.is_stored(index)],
+        )
+        if node is not None:
+            page = dataclasses.replace(
+                page,
+                device=_place(node.device),
+                host=_place(node.host),
+                marked_stored=node.stored == ctx.tree.store_epoch,
+                hits=node.hits,
+                priority=node.priority if node.hits else 0,
+                keepers=keepers[node],
+            )
+        elif not ctx.reuses:
+            page = dataclasses.replace(page, device=Place.UNKNOWN, host=Place.UNKNOWN)
+        elif index in being_read:
+            page = dataclasses.replace(page, host=Place.ARRIVING)
+        pages.append(page)
+    return tuple(pages)
+
+
+_STORE_PLACES = {True: Place.PRESENT, False: Place.ABSENT, None: Place.UNKNOWN}
+
+
+def _place(copy: TierCopy) -> Place:
+    if copy.pages is None:
+        return Place.ABSENT
+    return Place.PRESENT if copy.is_ready() else Place.ARRIVING
+
+
+def _keepers(
+    ctx: Context, path: Sequence[Node], operator_pins: Counter[Node]
+) -> dict[Node, tuple[Keeper, ...]]:
+    # A pin keeps its node and all above it; most of those that keep a prefix are pins behind it.
+    moves = Counter((pinned.node, tier) for pinned in ctx.moves for tier in pinned.tiers)
+    kept: dict[Node, set[Keeper]] = {node: set() for node in path}
+    for node in path[0].subtree() if path else ():
+        above, keepers = node, _keepers_at(node, moves, operator_pins[node])
+        while keepers and above not in kept and above.parent is not None:
+            above = above.parent
+        if keepers:
+            kept[above] |= keepers
+    for below, above in pairwise(reversed(path)):
+        kept[above] |= kept[below]
+    return {node: tuple(sorted(keepers)) for node, keepers in kept.items()}
+
+
+def _keepers_at(node: Node, moves: Counter[tuple[Node, Tier]], num_operator_pins: int) -> set[Keeper]:
+    num_moves = moves[node, Tier.DEVICE] + moves[node, Tier.HOST]
+    is_kept_by = {
+        Keeper.LEASE: node.device.pins + node.host.pins > num_moves,
+        Keeper.MOVE: num_moves > 0 or node.anchors > num_operator_pins,
+        Keeper.OPERATOR: num_operator_pins > 0,
+        Keeper.CUT_OFF: node.detached_children > 0,
+    }
+    return {keeper for keeper, keeps in is_kept_by.items() if keeps}
