@@ -12,6 +12,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 LAST_LINES = {
     "01_match_and_commit.py": "again: 96 of 100 tokens cached, 4 computed",
     "02_own_store.py": "restarted: 960 of 1000 tokens from the store, 40 computed",
+    "03_why_no_hits.py": "hit rate since: 0.96",
     "04_kv_events.py": "to green, which has 192 of 200 tokens; the engines: {'blue': 0, 'green': 192}",
 }
 

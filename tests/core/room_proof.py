@@ -30,6 +30,18 @@ def traits(world: World) -> dict[Prefix, Traits]:
     }
 
 
+def pages_at_rest(world: World) -> dict[tuple[Prefix, Tier], int]:
+    """Return the pages whose bytes are there."""
+    copies = [
+        (prefix, tier, node.copy_in(tier), place) for prefix, node, place in world.pages() for tier in TIERS
+    ]
+    return {
+        (prefix, tier): int(copy.pages[place])
+        for prefix, tier, copy, place in copies
+        if copy.pages is not None and copy.is_ready()
+    }
+
+
 def could_go(world: World, tier: Tier, node: Node) -> bool:
     """Return whether a plan for ``tier`` may evict pages of ``node``."""
     if not world.tree.queues[tier].is_evictable(node) or not node.copy_in(tier).is_ready():
@@ -44,6 +56,7 @@ class _Before:
     evicted: dict[Tier, int]
     dropped: int
     available: int
+    at_rest: dict[tuple[Prefix, Tier], int]
 
 
 def proven_room(world: World, tier: Tier, num_pages: int) -> RoomPlan:
@@ -54,7 +67,12 @@ def proven_room(world: World, tier: Tier, num_pages: int) -> RoomPlan:
     room, pool = world.room, world.pools[tier]
     available = pool.available(fenced=tier is DEVICE)
     before = _Before(
-        world.cached(), traits(world), dict(room.evicted_pages), room.dropped_pages.total(), available
+        world.cached(),
+        traits(world),
+        dict(room.evicted_pages),
+        room.dropped_pages.total(),
+        available,
+        pages_at_rest(world),
     )
     plan = world.make_room(tier, num_pages)
     after = world.cached()
@@ -65,6 +83,10 @@ def proven_room(world: World, tier: Tier, num_pages: int) -> RoomPlan:
     assert world.write_back or not plan.moves
     now = traits(world)
     assert now == {prefix: before.traits[prefix] for prefix in now}, "what stays is worth as much as before"
+    resting = pages_at_rest(world)
+    for (prefix, held_in), page in before.at_rest.items():
+        if after.get(prefix, {}).get(held_in) == page:
+            assert (prefix, held_in) in resting, "what was at rest waits for a copy"
     assert plan.num_pages == pool.available(fenced=tier is DEVICE) == before.available + left[tier]
     if plan.num_pages >= num_pages:
         assert plan.num_pages == max(num_pages, before.available), "more went than was missing"

@@ -326,3 +326,27 @@ def test_children_on_the_device_do_not_keep_the_host() -> None:
     assert world.make_room(HOST, 1).num_pages == 1
     assert world.residency() == {"a": "device", "ab": "device"}
     world.audit()
+
+
+def test_what_is_at_rest_is_not_put_behind_the_copy_of_another() -> None:
+    """A host page that is there stays readable while its neighbour is copied."""
+    world = World(device_pages=2, write_back=True)
+    world.graft(DEVICE, "ab")
+    world.copy_nodes(DEVICE, [world.cut("a")], world.grab(HOST, 1))
+    world.finish_all()
+    plan = world.make_room(
+        DEVICE, 2
+    )  # "b" moves; "a" just loses its device page, and is merged into the move
+    assert [(len(move.host_pages), move.node.num_pages) for move in plan.moves] == [(1, 1)]
+    assert world.cut("a").host.is_ready()
+
+
+def test_the_host_gives_up_nothing_in_vain() -> None:
+    """Where the host cannot take all that has to go it takes what it can, or keeps what it has."""
+    world = World(device_pages=4, host_pages=4, write_back=True)
+    world.tree.pin(HOST, world.graft(HOST, "p"))
+    world.graft(HOST, "xyz")
+    world.graft(DEVICE, "abcd")
+    world.make_room(DEVICE, 4)
+    local = world.match("abcd").local_pages + world.match("xyz").local_pages
+    assert local == 3
