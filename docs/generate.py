@@ -27,8 +27,8 @@ PLACE = re.compile(
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a Markdown table; a cell must not hold a line break or an upright bar."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(str(cell) for cell in line)} |\n" for line in lines)
+    lines = [f"| {' | '.join(map(str, line))} |\n" for line in (head, *rows)]
+    return "".join([lines[0], "|---" * len(head) + "|\n", *lines[1:]])
 
 
 def tiers_table() -> str:
@@ -66,7 +66,7 @@ def generate(folder: Path, *, check: bool) -> list[str]:
                 wrong.append(f"{path.name}: there is no table {name}; there are {', '.join(TABLES)}")
                 continue
             missing.discard(name)
-            table = place["start"] + TABLES[name]() + place["end"]
+            table = f"{place['start']}\n{TABLES[name]()}\n{place['end']}"
             if table != place[0]:
                 wrong.append(f"{path.name}: {name} is out of date; run python docs/generate.py")
                 text = text[: place.start()] + table + text[place.end() :]

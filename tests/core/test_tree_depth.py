@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from hicache_async.core import tree
+from hicache_async.core import walk
 from hicache_async.core.audit import check_tree
 from hicache_async.core.node import Node
 from hicache_async.core.pool import Owner
@@ -85,8 +85,8 @@ def test_long_nodes_are_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
     questions = [prompt[:length] + tail for length in (0, 1, 2, 100, DEPTH) for tail in ("", "z", "zz")]
     expected = [(len(match.path), match.local_pages) for match in map(world.match, questions)]
     runs: list[Node] = []
-    monkeypatch.setattr(tree, "run_from", lambda child, num_pages: runs.append(child))
-    monkeypatch.setattr(tree, "LONG_NBYTES", PAGE_NBYTES)
+    monkeypatch.setattr(walk, "run_from", lambda child, num_pages: runs.append(child))
+    monkeypatch.setattr(walk, "LONG_NBYTES", PAGE_NBYTES)
     found = [(len(match.path), match.local_pages) for match in map(world.match, questions)]
     assert found == expected
     assert not runs

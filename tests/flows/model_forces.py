@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from tests.flows.model_engine import Engine
 from tests.flows.model_operator import Operator
 from tests.flows.model_store import FOREIGN_KEY, ModelStore
-from tests.flows.model_world import World
-from tests.flows.rig import turns
+from tests.flows.model_world import World, run_for
 
 
 class Forces:
@@ -26,7 +25,7 @@ class Forces:
             world.disturb("time that was waited")
         world.disturbances += 1
         world.rig.clock.advance(seconds)
-        await turns(60)
+        await run_for(60)
         self.operator.check_limits()
 
     def move_device(self, how_far: str, which: int) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hicache_async import StepBatch, Tier
 from tests.flows.model_engine import Engine
 from tests.flows.model_forces import Forces
 from tests.flows.model_operator import Operator
 from tests.flows.model_requests import Request
-from tests.flows.model_world import World
-from tests.flows.rig import PAGE_TOKENS, turns
+from tests.flows.model_world import World, run_for
+from tests.flows.rig import PAGE_TOKENS
 
 ROOMY: Mapping[str, object] = {
     "device_pages": 400,
@@ -41,7 +41,7 @@ class Session:
         self._pace = pace
         self._is_broken = False
 
-    def do(self, verb: Callable[[], Awaitable[object] | None], num_turns: int | None = None) -> None:
+    def do(self, verb: Callable[[], object], num_turns: int | None = None) -> None:
         """Do one thing, let others run, and check everything."""
         try:
             self.world.step(verb, self._pace if num_turns is None else num_turns, self._check)
@@ -56,16 +56,20 @@ class Session:
 
     # What takes more than one verb
 
-    async def serve(self, namespace: int, tokens: Sequence[int], *, prefetch: bool) -> bool:
+    async def serve(
+        self, namespace: int, tokens: Sequence[int], *, prefetch: bool, patience: int = 1
+    ) -> bool:
         """Do all of one request as far as nothing keeps it waiting; returns whether it is over."""
         engine = self.engine
         request = engine.match(namespace, tokens, whole=False, priority=0)
         if prefetch:
             engine.prefetch(request, None, "native")
-            await turns(20)
         engine.load(request, None, "native", wait_pending=True, priority=0)
-        await turns(20)
-        engine.follow(request)
+        for number in range(patience):
+            if number:
+                self.world.run_threads()
+            await run_for(60)
+            engine.follow(request)
         if not request.is_ready:
             return False
         if not engine.allocate_nowait(request, len(tokens)):
@@ -150,13 +154,13 @@ class Session:
             engine.finish_forward(forward)
         world.rig.virtual.advance_all()
         world.run_threads()
-        await turns(20)
+        await run_for(20)
         for request in [request for request in engine.requests if self._is_idle(request)]:
             engine.release(request, offload=False)
         if number > 5:
             world.disturb("ends that needed time")
             world.rig.clock.advance(6)
-        await turns(20)
+        await run_for(20)
 
     @staticmethod
     def _is_idle(request: Request) -> bool:
@@ -189,7 +193,7 @@ class Session:
         is_usable = store is None or not store.is_unclean
         for namespace, tokens in sorted(set(world.model.tokens.values()))[:: max(1, len(world.model.tokens) // 3)]:
             for _ in range(2):
-                assert await self.serve(namespace, [*tokens, 0], prefetch=is_usable)
+                assert await self.serve(namespace, [*tokens, 0], prefetch=is_usable, patience=10)
             await rig.cache.admin.flush()
             if world.model.is_roomy and rig.ctx.config.write_policy != "write_back":
                 names = world.model.note(namespace, tokens)

@@ -28,6 +28,15 @@ HEARD_AFTER_STEPS = 8
 Work = Callable[[], Awaitable[object]]
 
 
+async def run_for(num_turns: int) -> None:
+    """As :func:`turns`, but return at once when nothing is left to run."""
+    ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+        if not ready:
+            return
+
+
 class Call:
     """One coroutine of the API in a task of its own, that may be cancelled in one of four ways."""
 
@@ -144,15 +153,15 @@ class World:
 
     # Moving
 
-    def step(self, verb: Callable[[], Awaitable[None] | None], num_turns: int, check: Callable[[], None]) -> None:
+    def step(self, verb: Callable[[], object], num_turns: int, check: Callable[[], None]) -> None:
         """Do one thing on the loop, let others run for some turns, and check everything."""
         self.step_number += 1
 
         async def stepping() -> None:
             more = verb()
-            if more is not None:
+            if isinstance(more, Awaitable):
                 await more
-            await turns(num_turns)
+            await run_for(num_turns)
             check()
 
         self.loop.run_until_complete(stepping())
@@ -248,13 +257,16 @@ class World:
         """Close the cache and check that nothing of it is left: no task, no timer, no hop."""
         rig = self.rig
 
-        async def closing() -> None:
-            await rig.cache.close()
+        async def close() -> None:
+            closing = asyncio.ensure_future(rig.cache.close())
+            while not closing.done():
+                self.run_threads()
+                await asyncio.sleep(0)
             await turns(5)
             left = asyncio.all_tasks() - {asyncio.current_task()}
             assert not left, f"these tasks outlived the cache: {left}"
 
-        self.loop.run_until_complete(closing())
+        self.loop.run_until_complete(close())
         assert rig.clock.pending == 0, "a timer outlived the cache"
         assert not rig.ctx.hops.live and not rig.ctx.charges and not rig.ctx.moves
         self.threads.shutdown()

@@ -21,6 +21,7 @@ from tests.flows.model_store import FAULTS, VERBS
 from tests.flows.model_world import WAYS
 from tests.flows.rig import PAGE_TOKENS, page_tokens
 
+MAX_REQUESTS = 6
 WHICH = st.integers(0, 99)
 NAMESPACE = st.sampled_from([0, 0, 0, *range(len(NAMESPACES))])
 TAIL = st.text("ab", max_size=5)
@@ -28,7 +29,7 @@ NUM_EXTRA = st.sampled_from([1, 1, 1, 0, 3])
 WAY = st.sampled_from(WAYS)
 VERB = st.sampled_from(VERBS)
 EVICTION = st.sampled_from(["lru", "lfu", "slru", "fifo", "priority"])
-POLICIES = [None, PrefetchPolicy.best_effort(), PrefetchPolicy.wait_complete(), PrefetchPolicy.timeout(0.5)]
+POLICIES = [PrefetchPolicy.best_effort(), PrefetchPolicy.wait_complete(), PrefetchPolicy.timeout(0.5)]
 
 OPTIONS = st.fixed_dictionaries(
     {
@@ -95,17 +96,42 @@ class CacheMachine(RuleBasedStateMachine):
 
     # Requests, up to their load
 
-    @precondition(lambda self: len(self.engine.requests) < 8)
-    @rule(namespace=NAMESPACE, which=WHICH, tail=TAIL, extra=NUM_EXTRA, whole=st.booleans(), priority=WHICH)
+    @precondition(lambda self: len(self.engine.requests) < MAX_REQUESTS)
+    @rule(
+        namespace=NAMESPACE,
+        which=WHICH,
+        tail=TAIL,
+        extra=NUM_EXTRA,
+        whole=st.booleans(),
+        priority=st.integers(0, 2),
+        goes_on=st.sampled_from(["", "prefetch", "load", "load", "both"]),
+        way=WAY,
+    )
     def match(
-        self, namespace: int, which: int, tail: str, extra: int, whole: bool, priority: int
+        self,
+        namespace: int,
+        which: int,
+        tail: str,
+        extra: int,
+        whole: bool,
+        priority: int,
+        goes_on: str,
+        way: str,
     ) -> None:
         tokens = self.prompt(namespace, which, tail, extra)
-        self.do(lambda: self.engine.match(namespace, tokens, whole=whole, priority=priority % 3) and None)
+
+        def matching() -> None:
+            request = self.engine.match(namespace, tokens, whole=whole, priority=priority)
+            if goes_on in ("prefetch", "both"):
+                self.engine.prefetch(request, None, way)
+            if goes_on in ("load", "both"):
+                self.engine.load(request, None, way, wait_pending=True, priority=priority)
+
+        self.do(matching)
 
     @precondition(lambda self: self.requests(can_prefetch))
     @rule(which=WHICH, policy=st.sampled_from(POLICIES), way=WAY)
-    def prefetch(self, which: int, policy: PrefetchPolicy | None, way: str) -> None:
+    def prefetch(self, which: int, policy: PrefetchPolicy, way: str) -> None:
         request = pick(self.requests(can_prefetch), which)
         self.do(lambda: self.engine.prefetch(request, policy, way))
 
@@ -122,7 +148,7 @@ class CacheMachine(RuleBasedStateMachine):
         options = {"wait_pending": wait, "priority": priority % 3}
         self.do(lambda: self.engine.load(request, total, way, **options))  # type: ignore[arg-type]
 
-    @precondition(lambda self: len(self.engine.requests) < 8)
+    @precondition(lambda self: len(self.engine.requests) < MAX_REQUESTS)
     @rule(namespace=NAMESPACE, which=WHICH, tail=TAIL, prefetch=st.booleans())
     def serve(self, namespace: int, which: int, tail: str, prefetch: bool) -> None:
         tokens = self.prompt(namespace, which, tail, 1)
@@ -136,19 +162,22 @@ class CacheMachine(RuleBasedStateMachine):
         request = pick(self.requests(can_allocate), which)
         total = len(request.tokens) + more
         if way == "now":
-            self.do(lambda: self.engine.allocate_nowait(request, total) and None)
+            self.do(lambda: self.engine.allocate_nowait(request, total))
         else:
             self.do(lambda: self.engine.allocate(request, total, way))
 
-    @precondition(lambda self: self.requests(can_compute))
+    @precondition(lambda self: self.requests(has_to_compute))
     @rule(which=WHICH, on_stream=st.booleans(), commit=WHICH)
     def begin_forward(self, which: int, on_stream: bool, commit: int) -> None:
-        request = pick(self.requests(can_compute), which)
+        request = pick(self.requests(has_to_compute), which)
 
         def begin() -> None:
-            self.engine.begin_forward(request, on_stream=on_stream)
-            if commit % 3:
-                self.engine.commit(request, commit)
+            if not self.engine.allocate_nowait(request, len(request.tokens)):
+                self.engine.release(request, offload=bool(commit % 2))
+            elif request.can_compute:
+                self.engine.begin_forward(request, on_stream=on_stream)
+                if commit % 3:
+                    self.engine.commit(request, commit)
 
         self.do(begin)
 
@@ -321,8 +350,8 @@ def can_allocate(request: Request) -> bool:
     return request.is_ready
 
 
-def can_compute(request: Request) -> bool:
-    return request.can_compute
+def has_to_compute(request: Request) -> bool:
+    return request.is_ready and request.forward is None and len(request.tokens) > request.computed * PAGE_TOKENS
 
 
 def test_cache_agrees_with_a_dictionary(logs: list[object]) -> None:

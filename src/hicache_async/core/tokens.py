@@ -15,6 +15,7 @@ from .hashing import HashChain
 
 TOKEN_NBYTES = 4
 MAX_TOKEN = (1 << 32) - 1
+_UINT32, _INT32 = np.dtype("<u4"), np.dtype("<i4")
 
 
 def token_bytes(tokens: Tokens) -> bytes:
@@ -47,12 +48,14 @@ def _token_buffer(tokens: Tokens) -> bytes | memoryview:
     if array.dtype.kind not in "iu":
         raise ConfigError(f"tokens have dtype {array.dtype}; give integers")
     array = np.ascontiguousarray(array)
-    # Seen as unsigned a negative id is above all others, so that one look finds it.
-    unsigned = array.view(array.dtype.str.replace("i", "u"))
-    highest = MAX_TOKEN if array.dtype.kind == "u" else min(MAX_TOKEN, (1 << array.itemsize * 8 - 1) - 1)
-    if int(unsigned.max()) > highest:
-        raise _refusal(array.tolist())
-    return unsigned.astype("<u4", copy=False).data.cast("B")
+    if array.dtype != _UINT32:
+        # Seen as unsigned a negative id is above all others, so that one look finds it.
+        unsigned = array.view(_UINT32 if array.dtype == _INT32 else array.dtype.str.replace("i", "u"))
+        highest = MAX_TOKEN if array.dtype.kind == "u" else min(MAX_TOKEN, (1 << array.itemsize * 8 - 1) - 1)
+        if int(unsigned.max()) > highest:
+            raise _refusal(array.tolist())
+        array = unsigned if unsigned.dtype == _UINT32 else unsigned.astype(_UINT32)
+    return array.data.cast("B")
 
 
 def _refusal(tokens: Iterable[Any]) -> ConfigError:

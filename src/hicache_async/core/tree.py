@@ -25,7 +25,7 @@ from .eviction_queue import EvictionQueue
 from .node import Node
 from .observer import Nobody, TreeObserver
 from .pool import Owner, PagePool
-from .walk import LONG_NBYTES, Match, common_nbytes, pages_off_device, run_from, shorten
+from .walk import Match, common_nbytes, pages_off_device, walk_down
 
 TIERS = (Tier.DEVICE, Tier.HOST)
 
@@ -70,34 +70,12 @@ class PrefixTree:
 
     def match(self, seed: bytes, data: bytes | bytearray, num_pages: int) -> Match:
         """Walk down as far as the first ``num_pages`` of ``data`` are cached, and mark the path as used."""
-        root = node = self.roots.get(seed) or Node(None, seed, [])
-        path: list[Node] = []
-        offset, step = 0, self.page_nbytes
-        stop = num_pages * step
-        tail = 0
-        while offset < stop and node.children:
-            child = node.only_child or node.children.get(bytes(data[offset : offset + step]))
-            if child is None:
-                break
-            run, segment = [child], child.segment
-            if child.only_child is not None and len(segment) < LONG_NBYTES:
-                run, segment = run_from(child, (stop - offset) // step)
-            if not data.startswith(segment, offset, stop):
-                common = common_nbytes(segment, data, offset, stop) // step * step
-                if common:
-                    tail = shorten(run, common // step)
-                    path += run
-                    offset += common
-                break
-            path += run
-            offset += len(segment)
-            node = run[-1]
-            tail = node.num_pages
+        root = self.roots.get(seed) or Node(None, seed, [])
+        path, num_local, tail = walk_down(root, data, num_pages, self.page_nbytes)
         self._tick += 1
         for node in path:
             node.used = self._tick
-        local = offset // step
-        return Match(root, path, local - pages_off_device(path, tail), local, tail)
+        return Match(root, path, num_local - pages_off_device(path, tail), num_local, tail)
 
     def cut(self, match: Match, num_pages: int) -> Node:
         """Return the node that ends at ``num_pages``, splitting where it must; for 0 the root, as :meth:`root`.

@@ -9,7 +9,7 @@ import numpy as np
 from .node import Node
 from .tokens import TOKEN_NBYTES
 
-LONG_NBYTES = 16 << 10
+LONG_NBYTES = 8 << 10
 """A segment from here on is compared by itself: copying it into a run would take longer than that saves."""
 
 
@@ -25,6 +25,41 @@ class Match:
     device_pages: int
     local_pages: int
     tail_pages: int
+
+
+def walk_down(
+    root: Node, data: bytes | bytearray, num_pages: int, page_nbytes: int
+) -> tuple[list[Node], int, int]:
+    """Follow the first ``num_pages`` of ``data`` down from ``root``, as far as there are nodes.
+
+    Returns: the nodes; how many pages match; how many of these are in the last node.
+    """
+    node, path = root, list[Node]()
+    offset, stop = 0, num_pages * page_nbytes
+    while offset < stop and node.children:
+        child = node.only_child or node.children.get(bytes(data[offset : offset + page_nbytes]))
+        if child is None:
+            break
+        segment = child.segment
+        if child.only_child is None or len(segment) >= LONG_NBYTES:
+            if data.startswith(segment, offset, stop):
+                path.append(child)
+                offset += len(segment)
+                node = child
+                continue
+            run = [child]
+        else:
+            run, segment = run_from(child, (stop - offset) // page_nbytes)
+            if data.startswith(segment, offset, stop):
+                path += run
+                offset += len(segment)
+                node = run[-1]
+                continue
+        if common := common_nbytes(segment, data, offset, stop) // page_nbytes:
+            tail = shorten(run, common)
+            return path + run, offset // page_nbytes + common, tail
+        break
+    return path, offset // page_nbytes, path[-1].num_pages if path else 0
 
 
 def run_from(child: Node, num_pages: int) -> tuple[list[Node], bytes]:
