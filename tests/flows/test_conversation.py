@@ -248,12 +248,13 @@ async def test_digests_on_nodes_stay_those_of_the_tokens(
     open_cache: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However nodes are split, joined, left by a tier and brought back, each keeps the digests computed for it."""
-    joined: list[int] = []
+    joined: list[bool] = []
     merge = PrefixTree.merge
 
     def counted_merge(tree: PrefixTree, node: Node) -> None:
+        was_attached = node.attached
         merge(tree, node)
-        joined.append(not node.attached)
+        joined.append(was_attached and not node.attached)
 
     monkeypatch.setattr(PrefixTree, "merge", counted_merge)
     rig = await open_cache(store=MemoryStore(), device_pages=12, host_pages=16)
@@ -309,7 +310,7 @@ async def offloading(open_cache: Opener) -> UnderWay:
 
 
 async def computing(open_cache: Opener) -> UnderWay:
-    rig = await open_cache(store=MemoryStore(), device_pages=8, host_pages=6)
+    rig = await open_cache(store=MemoryStore(), device_pages=9, host_pages=6)  # one for the last token
     fence = rig.cache.host_fence()
     with rig.lease(PREFIX) as lease:
         await rig.forward(lease, await lease.load())
@@ -369,7 +370,7 @@ async def test_what_is_under_way_is_not_evicted(open_cache: Opener, start: Start
         moving.end()
         rig.virtual.auto = True
         await turns()
-        lease.allocate_nowait(32)
+        lease.allocate_nowait(rig.ctx.device_pool.capacity * PAGE_TOKENS)
     assert set(rig.where(PREFIX)) <= {"h"}
 
 
@@ -389,7 +390,6 @@ async def test_what_is_under_way_survives_a_clear_and_is_freed_when_it_has_arriv
     with rig.lease("mnop") as lease:
         assert (await lease.load(total_tokens=0)).tokens == 0
         lease.allocate_nowait(16).block()
-        lease.extend([1])
         rig.compute(lease, 16)
         moving.end()
         rig.virtual.auto = True
@@ -398,4 +398,5 @@ async def test_what_is_under_way_survives_a_clear_and_is_freed_when_it_has_arriv
         rig.cache.audit()
     await rig.cache.admin.clear()
     assert not rig.ctx.tree.detached
-    assert (rig.cache.stats().device.free, rig.cache.stats().host.free) == (8, 6)
+    stats = rig.cache.stats()
+    assert (stats.device.free, stats.host.free) == (stats.device.capacity, stats.host.capacity)

@@ -28,12 +28,10 @@ PAGE_FIRST_DIRECT = {"host_layout": "page_first_direct", "io_mode": "direct"}
 LAYOUTS = [{"host_layout": "layer_first"}, {"host_layout": "page_first"}, PAGE_FIRST_DIRECT]
 
 
-def latent_kv(
-    num_pages: int = 16, *, num_layers: int = NUM_LAYERS, dtype: torch.dtype = torch.float32
-) -> DeviceKV:
+def latent_kv(num_pages: int = 16, *, dtype: torch.dtype = torch.float32) -> DeviceKV:
     """Return the tensors of a model with MLA: per layer one latent a token, and no V."""
     shape = (num_pages, PAGE_TOKENS, LATENT_DIM)
-    return DeviceKV.from_layers([torch.zeros(shape, dtype=dtype) for _ in range(num_layers)])
+    return DeviceKV.from_layers([torch.zeros(shape, dtype=dtype) for _ in range(NUM_LAYERS)])
 
 
 def uneven_kv(num_pages: int = 16, *, dtype: torch.dtype = torch.float32) -> DeviceKV:
@@ -160,7 +158,7 @@ async def test_each_shard_of_a_grid_has_one_writer_and_its_own_bytes(
     grid = [(tp, pp, cp) for tp in range(2) for pp in range(2) for cp in range(2)]
     ranks = {
         (tp, pp, cp): await open_cache(
-            kv=latent_kv(num_layers=2 + pp),
+            kv=latent_kv(),
             store=shared.view(),
             tp_rank=tp, tp_size=2, pp_rank=pp, pp_size=2, cp_rank=cp, cp_size=2,
         )

@@ -9,6 +9,7 @@ import pytest
 from hicache_async import PrefixLease, WritePolicy
 from hicache_async.core.write_policy import MIN_COMMITS
 from hicache_async.stores.memory import MemoryStore
+from hicache_async.testing.faults import FlakyStore
 from tests.flows.rig import PAGE_TOKENS, Opener, Rig, page_hashes, turns
 from tests.flows.stores import FaultAt, RecordingStore
 
@@ -64,6 +65,26 @@ async def test_one_failed_write_is_made_up_for(
     assert await rig.check_stored(LETTERS) == len(LETTERS)
     again = await open_cache.restart(rig, write_policy=policy)
     assert (await again.serve(LETTERS)).books.store == len(LETTERS) * PAGE_TOKENS
+
+
+@each_page
+@pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH_SELECTIVE])
+async def test_the_same_request_makes_up_for_a_failed_write(
+    open_cache: Opener, policy: WritePolicy, failing_page: int
+) -> None:
+    """A request that goes on has its own pages written that were refused, when it commits the next ones."""
+    store = FaultAt(MemoryStore(), "write", failing_page, "raise")
+    rig, _ = await opened(open_cache, policy, store=store)
+    await commit(rig, LETTERS, COMMITS[policy] - 1)
+    with rig.lease(LETTERS) as lease:
+        await rig.run(lease, prefetch=False)
+        await rig.cache.admin.flush()
+        assert await rig.check_stored(LETTERS) == failing_page - 1
+        lease.extend([1] * PAGE_TOKENS)
+        lease.allocate_nowait(lease.num_tokens)
+        lease.commit(lease.num_tokens)
+        await rig.cache.admin.flush()
+        assert await rig.check_stored(LETTERS) == len(LETTERS)
 
 
 @each_page
@@ -152,6 +173,20 @@ async def test_under_write_back_the_head_goes_before_its_tail(open_cache: Opener
     assert rig.where("abcdef") == "bbbbhh"
     assert await rig.check_stored("abcdef") == 6
     assert written(recording) == in_order(rig, "abcdef")
+
+
+async def test_pages_on_both_sides_of_what_is_stored(open_cache: Opener) -> None:
+    """Of a path whose middle came from the store the head and the tail are written, each page once, the head first."""
+    recording = RecordingStore(MemoryStore())
+    store = FlakyStore(recording, "write", error=OSError("at the commit, and again at the hit"), at={1, 2})
+    rig = await open_cache(store=store, write_policy="write_through")
+    await commit(rig, "ab")
+    await rig.put_in_store("abcd", [2, 3])
+    assert (await rig.serve("abcdef")).books.store == 8
+    await rig.cache.admin.flush()
+    assert await rig.check_stored("abcdef") == 6
+    keys = in_order(rig, "abcdef")
+    assert written(recording) == keys[:2] + keys[4:]
 
 
 def written(recording: RecordingStore) -> list[str]:

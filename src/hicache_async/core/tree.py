@@ -297,10 +297,13 @@ class PrefixTree:
     def pin(self, tier: Tier, node: Node) -> None:
         """Keep ``tier`` of ``node`` and of every node above it.
 
-        Raises: InvariantError: it has no pages there, or is a root that is not in the tree.
+        Raises: InvariantError: it has no pages there, or is a root that is not in the tree and held by nobody.
         """
-        is_root = node.parent is None
-        if self.roots.get(node.segment) is not node if is_root else node.copy_in(tier).pages is None:
+        if node.parent is None:
+            is_there = self.roots.get(node.segment) is node or node in self.detached
+        else:
+            is_there = node.copy_in(tier).pages is not None
+        if not is_there:
             raise InvariantError(f"{node!r} has nothing on {tier} to pin")
         node.own_copy(tier).pins += 1
 

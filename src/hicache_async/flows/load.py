@@ -211,9 +211,10 @@ class Loads:
         loaded_tokens = 0
         copies = False
         if (device_end := holding.device_end) is not None:
-            if not device_end.attached:  # cleared while the ranks agreed
-                end_page = tokens = 0
-            end = tree.cut(holding.match(), end_page)
+            match = holding.match()
+            end_page = min(end_page, match.local_pages if device_end.attached else 0)
+            tokens = end_page * ctx.page_tokens  # less where a tier was cleared while this waited
+            end = tree.cut(match, end_page)
             nodes = [node for node in end.path() if node.device.pages is None]
             copies = bool(nodes) and self._copy(holding, nodes, slot=slot)
             loaded_tokens = sum(node.num_pages for node in nodes) * ctx.page_tokens
