@@ -33,13 +33,11 @@ class Admin:
         owned: what the cache closes in the end; stores that are opened here are added to it.
     """
 
-    def __init__(
-        self, ctx: Context, movers: Movers, check: Callable[[], None], owned: Owned | None = None
-    ) -> None:
+    def __init__(self, ctx: Context, movers: Movers, check: Callable[[], None], owned: Owned) -> None:
         self._ctx = ctx
         self._movers = movers
         self._check = check
-        self._owned = owned or Owned()
+        self._owned = owned
         self._attachment = Attachment(ctx, movers.backups, self._owned.close_store)
         self._change = asyncio.Lock()
 

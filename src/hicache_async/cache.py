@@ -295,7 +295,7 @@ class HiCache:
     async def _open(self) -> None:
         self._ctx, self._owned = await assemble(self._parts, self._pump)
         self._movers = Movers(self._ctx, self._leases.values)
-        self.admin = Admin(self._ctx, self._movers, self._check_open)
+        self.admin = Admin(self._ctx, self._movers, self._check_open, self._owned)
         self._ctx.spawn(self._movers.backups.run(), "backups")
 
     def _pump(self) -> None:

@@ -34,7 +34,7 @@ class CapacityError(HiCacheError):
 
 
 class StoreError(HiCacheError):
-    """A store could not do its work. Raised by stores only; it never crosses the cache's API."""
+    """A store could not do its work. It reaches no request; only ``admin.clear`` raises it."""
 
 
 class StoreUnavailable(StoreError):

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from hicache_async import ClosedError, ConfigError, PrefetchPolicy, Stop, Tier
-from hicache_async.abc import Store
-from hicache_async.admin import Admin
 from hicache_async.stores import FileStore
 from hicache_async.stores.memory import MemoryStore
 from hicache_async.stores.null import NullStore
@@ -33,12 +31,6 @@ class ClosingStore(StoreWrapper):
     async def aclose(self) -> None:
         self.is_closed = True
         await super().aclose()
-
-
-def own_stores(rig: Rig) -> list[Store]:
-    """Let the cache close what it opens by URL; returns the list of these."""
-    rig.cache.admin = Admin(rig.ctx, rig.cache._movers, rig.cache._check_open, rig.cache._owned)
-    return rig.cache._owned.stores
 
 
 async def detach_forcibly(rig: Rig) -> None:
@@ -226,7 +218,7 @@ async def test_what_cannot_be_attached_changes_nothing(
 ) -> None:
     """An object that is no store, a scheme and an option that nobody knows are refused before anything is done."""
     rig = await open_cache()
-    stores = own_stores(rig)
+    stores = rig.cache._owned.stores
     epoch = rig.ctx.tree.store_epoch
     with pytest.raises(ConfigError):
         await rig.cache.admin.attach_store(make(rig, tmp_path))  # type: ignore[arg-type]
@@ -258,7 +250,7 @@ async def test_one_store_at_a_time(open_cache: Opener, logs: Logs) -> None:
 async def test_who_opens_a_store_closes_it(open_cache: Opener, tmp_path: Path) -> None:
     """A store given by URL is closed at detach, or with the cache; one given as an object never is."""
     rig = await open_cache()
-    stores = own_stores(rig)
+    stores = rig.cache._owned.stores
     await rig.cache.admin.attach_store(f"file://{tmp_path}?num_lanes=1")
     await rig.serve("abcd")
     await rig.cache.admin.flush()
@@ -515,7 +507,7 @@ async def test_a_detach_cancelled_at_each_await(open_cache: Opener, cancel: Canc
     outcomes = set()
     for num_turns in range(MAX_TURNS):
         rig = await open_cache()
-        stores = own_stores(rig)
+        stores = rig.cache._owned.stores
         await rig.cache.admin.attach_store("memory:")
         lease = rig.lease("wxyz")
         await rig.serve("abcd", prefetch=False)
@@ -541,7 +533,7 @@ async def test_a_detach_cancelled_at_each_await(open_cache: Opener, cancel: Canc
 async def test_an_attach_cancelled_while_it_waits_its_turn(open_cache: Opener) -> None:
     """Nothing was opened and nothing has changed."""
     rig = await open_cache(store=(store := MemoryStore()))
-    stores = own_stores(rig)
+    stores = rig.cache._owned.stores
     async with rig.cache.admin._change:
         attaching = asyncio.create_task(rig.cache.admin.attach_store("memory:"))
         await turns()
