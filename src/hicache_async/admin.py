@@ -158,7 +158,8 @@ class Admin:
         Args:
             tier: None: all of them, for a change of weights: nothing of before is served to a request that
                 loads from now on. DEVICE or HOST: what another tier has stays. STORE: the objects of this
-                cache's namespace, of all its ranks, and no others; what is still on the host is written again
+                cache's namespace, of all its ranks (but pipeline stages with other numbers of layers, which
+                have a namespace of their own), and no others; what is still on the host is written again
                 at the next commit or hit. While a store is cleared it is used for nothing else.
         Raises: ConfigError: the store cannot list or delete; nothing has changed. StoreUnavailable: the store
             could not be cleared to the end, or was detached meanwhile; the other tiers are cleared, and the

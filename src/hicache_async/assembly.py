@@ -169,6 +169,7 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
         Tier.DEVICE: policy_named(config.device_eviction_policy, field="device_eviction_policy"),
         Tier.HOST: policy_named(config.host_eviction_policy, field="host_eviction_policy"),
     }
+    keys = RankSuffixKeys(namespace_of(config, kv), config)
     events = KVEvents()
     tree = PrefixTree(config.page_size * TOKEN_NBYTES, pools, policies=policies, observer=events)
     return Context(
@@ -180,13 +181,13 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
         arena=HostArena(kv, config.host_layout, num_host_pages, buffer),
         device=device,
         store=None if isinstance(store, NullStore) else store,
-        keys=RankSuffixKeys(namespace_of(config, kv), config),
+        keys=keys,
         ranks=ranks,
         device_pool=pools[Tier.DEVICE],
         host_pool=pools[Tier.HOST],
         tree=tree,
         events=events,
-        room=Room(tree, pools, write_back=config.write_policy is WritePolicy.WRITE_BACK),
+        room=Room(tree, pools, write_back=config.write_policy is WritePolicy.WRITE_BACK, writes=keys.writes),
     )
 
 
@@ -218,9 +219,15 @@ def namespace_of(config: CacheConfig, kv: DeviceKV) -> Namespace:
         total_kv_heads=kv.kv_heads if kv.is_mla else kv.kv_heads * config.tp_size,
         head_group=0,
         layer_partition=str(kv.num_layers),
-        object_layout=OBJECT_LAYOUTS[config.host_layout],
+        object_layout=_object_layout(config, kv),
         codec="raw",
     )
+
+
+def _object_layout(config: CacheConfig, kv: DeviceKV) -> str:
+    # The order, and how wide K and V are; with one plane only, both orders are the same bytes.
+    order = OBJECT_LAYOUTS[HostLayout.PAGE_FIRST if kv.is_mla else config.host_layout]
+    return f"{order}:{'+'.join(str(dim) for dim in kv.head_dims)}"
 
 
 def _default_device(kv: DeviceKV, threads: Executor) -> Device:

@@ -322,6 +322,9 @@ class PrefixLease:
     def discard(self, from_token: int, *, after: Fence | None = None) -> None:
         """Forget tokens from ``from_token`` on (rejected speculation) and give their pages back.
 
+        A :class:`TokenKey` that the lease was made with is append-only and keeps them: go on from
+        :attr:`key`, which is another one once something else was appended.
+
         Args:
             after: behind which the pages may be reused; None: behind what the engine's stream has queued.
         Raises: LeaseError: before load; below what is committed.

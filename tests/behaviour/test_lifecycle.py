@@ -22,7 +22,6 @@ from hicache_async.testing.faults import HangingStore, HeldStore
 from tests.e2e.test_sigkill import ROOT
 from tests.flows.rig import Opener, Rig, driven, on_host, turns
 from tests.flows.stores import RecordingStore
-from tests.flows.test_attach import own_stores
 from tests.flows.test_cancellation import check_all_given_back
 from tests.flows.test_clear import CanClear
 from tests.flows.test_close import Logs, events
@@ -42,7 +41,7 @@ async def test_fifty_changes_under_load_leave_no_worker(open_cache: Opener, tmp_
     """Attach, clear and detach fifty times while requests run: tasks, threads and files stay as many as they were."""
     rng = random.Random(0)
     rig = await open_cache(device_pages=32, host_pages=48, prefetch_policy="wait_complete")
-    stores = own_stores(rig)
+    stores = rig.cache._owned.stores
     used: list[FileStore] = []
 
     async def request() -> None:

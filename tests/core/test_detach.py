@@ -246,8 +246,8 @@ def test_a_held_root_waits_for_its_holder(hold: str) -> None:
     world.close()
 
 
-def test_nothing_is_attached_below_or_pinned_on_a_cleared_root() -> None:
-    """What no match could reach would be lost: both are refused, whether a new root has grown or not."""
+def test_nothing_is_attached_below_a_cleared_root() -> None:
+    """What no match could reach would be lost: it is refused, whether a new root has grown or not; a pin is not."""
     world = World()
     world.graft(DEVICE, "ab")
     root = world.tree.roots[b""]
@@ -259,11 +259,13 @@ def test_nothing_is_attached_below_or_pinned_on_a_cleared_root() -> None:
             world.tree.graft(
                 DEVICE, root, prompt_bytes("ab"), page_hashes("ab"), 0, pages, source=Owner.LEASE
             )
-        with pytest.raises(InvariantError, match="has nothing on device to pin"):
-            world.tree.pin(DEVICE, root)
+        world.tree.pin(DEVICE, root)  # whoever holds it may hold it once more
+        world.tree.unpin(DEVICE, root)
         assert len(world.tree.roots) == again
         world.graft(DEVICE, "xy")
     world.tree.unanchor(root)
+    with pytest.raises(InvariantError, match="has nothing on device to pin"):
+        world.tree.pin(DEVICE, root)
     assert world.residency() == {"xy": "device"}
 
 

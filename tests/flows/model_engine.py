@@ -73,7 +73,7 @@ class Engine:
         world, prefetch = self.world, request.lease._prefetch
         if prefetch is None:
             return
-        limit, disturbances = request.lease._holding.limit_pages, world.disturbances
+        limit, trouble = request.lease._holding.limit_pages, world.trouble
         stored, num_begun = self._stored_pages(request, limit), self.num_begun - len(self.forwards)
         result = await prefetch.settled()
         missing = max(0, limit - prefetch.start_page) * PAGE_TOKENS
@@ -82,12 +82,14 @@ class Engine:
         assert result.stop is not Stop.COMPLETE or result.fetched_tokens == result.hit_tokens > 0
         world.model.unfulfilled += missing - result.fetched_tokens
         world.seen[f"prefetch {result.stop}"] += 1
-        if disturbances == world.disturbances and world.model.is_roomy:
+        if trouble == world.trouble and world.model.is_roomy:
             threshold = world.rig.ctx.config.effective_prefetch_threshold_tokens
             found = (stored - prefetch.start_page) * PAGE_TOKENS if missing >= threshold else 0
             assert result.hit_tokens >= found, "the store has more"
             awaits_forward = result.stop is Stop.ANCHOR_NOT_BACKED and self.num_begun > num_begun
-            assert result.fetched_tokens == result.hit_tokens or result.hit_tokens < threshold or awaits_forward
+            assert (
+                result.fetched_tokens == result.hit_tokens or result.hit_tokens < threshold or awaits_forward
+            )
             world.seen["prefetches that had to find"] += found > 0
 
     def _stored_pages(self, request: Request, limit: int) -> int:
@@ -98,7 +100,9 @@ class Engine:
         keys = ctx.keys.keys(request.names[local:limit])
         return local + next((count for count, key in enumerate(keys) if key not in objects), len(keys))
 
-    def load(self, request: Request, total: int | None, way: str, *, wait_pending: bool, priority: int) -> None:
+    def load(
+        self, request: Request, total: int | None, way: str, *, wait_pending: bool, priority: int
+    ) -> None:
         """Start to load."""
 
         async def loading() -> None:
@@ -140,7 +144,9 @@ class Engine:
             first = min(loading.tokens, prefetch.start_page * PAGE_TOKENS)
             end = min(loading.tokens, first + prefetch.fetched_pages * PAGE_TOKENS)
         for name in request.names[first // PAGE_TOKENS : end // PAGE_TOKENS]:
-            assert self.world.has_arrived(name, request.prefetch_step), "credited to the store, and not from it"
+            assert self.world.has_arrived(name, request.prefetch_step), (
+                "credited to the store, and not from it"
+            )
         assert books.store == end - first
         not_stored = loading.tokens - loading.loaded_tokens
         assert books.device == not_stored - max(0, min(end, not_stored) - first)
@@ -233,6 +239,7 @@ class Engine:
                 request.is_broken |= fails
                 request.computed = max(request.computed, forward.end_page)
         if fails:
+            world.num_failed += 1
             world.disturb("failed forwards")
             self.doubt(forward.committed)
         if forward.fence is None:
@@ -374,7 +381,7 @@ class Engine:
             try:
                 loading.block(layer)
             except Exception:
-                assert self.world.doubtful, "a load failed for no reason"
+                assert self.world.num_failed, "a load failed for no reason"
                 self.world.seen["loads that failed"] += 1
                 request.is_broken = request.is_cut = True
                 return

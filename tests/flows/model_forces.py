@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tests.flows.model import look
 from tests.flows.model_engine import Engine
 from tests.flows.model_operator import Operator
 from tests.flows.model_store import FOREIGN_KEY, ModelStore
@@ -44,10 +45,11 @@ class Forces:
         world, copies = self.world, self.world.rig.virtual.pending
         copy = copies[which % len(copies)]
         pages = copy.plan.device_pages if copy.to_device else copy.plan.host_pages
-        held = world.model.held.items()
+        held = look(world.rig.ctx.tree).items()
         self.engine.doubt(
             name for name, place in held if (place.device if copy.to_device else place.host) in pages
         )
+        world.num_failed += 1
         world.disturb(f"failed copies {'to the device' if copy.to_device else 'to the host'}")
         copy.fail(OSError("a copy engine has failed"))
 
@@ -95,4 +97,5 @@ class Forces:
         keys = sorted(store.objects.keys() - {FOREIGN_KEY})
         for key in keys[which % (len(keys) + 1) :][:count]:
             store.remove(key)
+            store.is_lossy = True
         self.world.disturb("lost objects")

@@ -70,6 +70,8 @@ class Session:
                 self.world.run_threads()
             await run_for(60)
             engine.follow(request)
+            if request.is_ready:
+                break
         if not request.is_ready:
             return False
         if not engine.allocate_nowait(request, len(tokens)):
@@ -88,7 +90,9 @@ class Session:
         """Begin a step, then commit and extend in one request and release, or allocate for, another."""
         world, engine, cache = self.world, self.engine, self.world.rig.cache
         grant = await cache.begin_step(num_pages)
-        assert 0 <= grant.num_pages <= num_pages and (not world.model.is_roomy or grant.num_pages == num_pages)
+        assert 0 <= grant.num_pages <= num_pages and (
+            not world.model.is_roomy or grant.num_pages == num_pages
+        )
         assert {lease.request_id for lease in grant.loaded} <= {r.lease.request_id for r in engine.requests}
         batch = StepBatch(extend=[(one.lease, [0] * more)])
         num_tokens = one.computed * PAGE_TOKENS
@@ -157,6 +161,7 @@ class Session:
         await run_for(20)
         for request in [request for request in engine.requests if self._is_idle(request)]:
             engine.release(request, offload=False)
+        await world.rig.cache.begin_step(0)  # gives back what the last step has not used
         if number > 5:
             world.disturb("ends that needed time")
             world.rig.clock.advance(6)
@@ -171,7 +176,7 @@ class Session:
 
     async def _check_given_back(self) -> None:
         rig = self.world.rig
-        await rig.cache.begin_step(0)
+        await run_for(60)
         stats, ctx = rig.cache.stats(), rig.ctx
         assert (stats.leases, stats.hops, stats.device.leased, stats.host.leased) == (0, 0, 0, 0)
         assert (stats.device.in_hops, stats.host.in_hops, ctx.prefetch_pages) == (0, 0, 0)
@@ -191,10 +196,13 @@ class Session:
         assert not rig.ctx.moves and not rig.ctx.tree.detached, "something is still held"
         store = self.operator.attached
         is_usable = store is None or not store.is_unclean
-        for namespace, tokens in sorted(set(world.model.tokens.values()))[:: max(1, len(world.model.tokens) // 3)]:
+        for namespace, tokens in sorted(set(world.model.tokens.values()))[
+            :: max(1, len(world.model.tokens) // 3)
+        ]:
             for _ in range(2):
-                assert await self.serve(namespace, [*tokens, 0], prefetch=is_usable, patience=10)
-            await rig.cache.admin.flush()
+                is_over = await self.serve(namespace, [*tokens, 0], prefetch=is_usable, patience=40)
+                assert is_over, f"{self.engine.requests} {world.calls} wait for nothing"
+            await world.driven(rig.cache.admin.flush())
             if world.model.is_roomy and rig.ctx.config.write_policy != "write_back":
                 names = world.model.note(namespace, tokens)
                 self.operator.check_arrived(names, Tier.STORE if is_usable else Tier.HOST)

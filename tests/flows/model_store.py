@@ -49,6 +49,7 @@ class ModelStore(StoreWrapper):
         num_faults: calls that went wrong.
         checked: objects whose bytes were compared already.
         violations: what should never have happened; an exception here would pass for a fault of the store.
+        is_lossy: it may lack what a cache believes to be in it.
         is_away: it was detached, and that is over.
         may_enter: how many calls may still come although it is being detached or cleared; None: any number.
     """
@@ -63,6 +64,7 @@ class ModelStore(StoreWrapper):
         self.is_unclean = False
         self.is_away = False
         self.may_enter: int | None = 0
+        self.is_lossy = False
         self.num_running = 0
         self.num_faults = 0
         self.checked: dict[str, bytes] = {}
@@ -155,6 +157,7 @@ class ModelStore(StoreWrapper):
             case "negative":
                 return -1
             case "lost" if verb in ("write", "count_prefix"):
+                self.is_lossy = True
                 return limit
             case "late" if verb == "read":
                 return await call(StopToken())

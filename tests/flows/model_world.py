@@ -92,6 +92,7 @@ class World:
         stores: those that are attached, or may be.
         step_number: rises with every step.
         disturbances: rises whenever something might end a prefetch early.
+        num_failed: forwards and copies that went wrong.
         seen: what was reached, and how many things were checked, by name.
     """
 
@@ -103,7 +104,7 @@ class World:
         self.threads = ManualThreads()
         self.calls: list[Call] = []
         self.stores: list[ModelStore] = []
-        self.step_number = self.disturbances = 0
+        self.step_number = self.disturbances = self.num_failed = 0
         self.seen: Counter[str] = Counter()
         self.doubtful: dict[bytes, int] = {}
         """In which step the bytes of a page became doubtful."""
@@ -177,6 +178,22 @@ class World:
         self.seen[what] += 1
         self.disturbances += 1
         self.model.is_pristine = False
+
+    async def driven(self, work: Awaitable[object]) -> None:
+        """Wait for something while threads do what they have to."""
+        waiting = asyncio.ensure_future(work)
+        for _ in range(1000):
+            self.run_threads()
+            await run_for(20)
+            if waiting.done():
+                waiting.result()
+                return
+        raise AssertionError(f"{work!r} never ends")
+
+    @property
+    def trouble(self) -> int:
+        """How much has happened so far that may end a prefetch early."""
+        return self.disturbances + sum(store.num_faults for store in self.stores)
 
     def run_threads(self) -> None:
         """Let the threads do all they have."""
@@ -258,17 +275,15 @@ class World:
         rig = self.rig
 
         async def close() -> None:
-            closing = asyncio.ensure_future(rig.cache.close())
-            while not closing.done():
-                self.run_threads()
-                await asyncio.sleep(0)
+            await self.driven(rig.cache.close())
             await turns(5)
             left = asyncio.all_tasks() - {asyncio.current_task()}
             assert not left, f"these tasks outlived the cache: {left}"
 
         self.loop.run_until_complete(close())
         assert rig.clock.pending == 0, "a timer outlived the cache"
-        assert not rig.ctx.hops.live and not rig.ctx.charges and not rig.ctx.moves
+        left = [*rig.ctx.hops.live, *rig.ctx.charges, *rig.ctx.moves]
+        assert not left, f"these outlived the cache: {left}"
         self.threads.shutdown()
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()

@@ -22,6 +22,7 @@ from tests.flows.model_world import WAYS
 from tests.flows.rig import PAGE_TOKENS, page_tokens
 
 MAX_REQUESTS = 6
+MAX_PAGES = 9
 WHICH = st.integers(0, 99)
 NAMESPACE = st.sampled_from([0, 0, 0, *range(len(NAMESPACES))])
 TAIL = st.text("ab", max_size=5)
@@ -68,7 +69,9 @@ class CacheMachine(RuleBasedStateMachine):
         auto=st.booleans(),
         pace=st.sampled_from([0, 1, 3, 30, 30]),
     )
-    def open(self, options: dict[str, object], is_roomy: bool, has_store: bool, auto: bool, pace: int) -> None:
+    def open(
+        self, options: dict[str, object], is_roomy: bool, has_store: bool, auto: bool, pace: int
+    ) -> None:
         self.session = Session(options, is_roomy=is_roomy, has_store=has_store, auto=auto, pace=pace)
         self.world, self.engine = self.session.world, self.session.engine
         self.operator, self.forces = self.session.operator, self.session.forces
@@ -86,7 +89,8 @@ class CacheMachine(RuleBasedStateMachine):
         """Return tokens that go on from something known, or from nothing."""
         known = [(), *sorted(tokens for name, tokens in self.model.tokens.values() if name == namespace)]
         start = known[which % len(known)]
-        return [*start, *(token for letter in tail for token in page_tokens(letter)), *[0] * num_extra]
+        tokens = [*start, *(token for letter in tail for token in page_tokens(letter))]
+        return [*tokens[: MAX_PAGES * PAGE_TOKENS], *[0] * num_extra]
 
     def requests(self, suits: Callable[[Request], bool]) -> list[Request]:
         return [request for request in self.engine.requests if suits(request)]
@@ -142,7 +146,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.do(lambda: self.engine.stop_prefetch(request))
 
     @precondition(lambda self: self.requests(can_load))
-    @rule(which=WHICH, total=st.sampled_from([None, None, 0, 8, 40]), way=WAY, wait=st.booleans(), priority=WHICH)
+    @rule(
+        which=WHICH,
+        total=st.sampled_from([None, None, 0, 8, 40]),
+        way=WAY,
+        wait=st.booleans(),
+        priority=WHICH,
+    )
     def load(self, which: int, total: int | None, way: str, wait: bool, priority: int) -> None:
         request = pick(self.requests(can_load), which)
         options = {"wait_pending": wait, "priority": priority % 3}
@@ -351,7 +361,9 @@ def can_allocate(request: Request) -> bool:
 
 
 def has_to_compute(request: Request) -> bool:
-    return request.is_ready and request.forward is None and len(request.tokens) > request.computed * PAGE_TOKENS
+    return (
+        request.is_ready and request.forward is None and len(request.tokens) > request.computed * PAGE_TOKENS
+    )
 
 
 def test_cache_agrees_with_a_dictionary(logs: list[object]) -> None:

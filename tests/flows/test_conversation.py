@@ -119,13 +119,13 @@ async def take_turn(rig: Rig, prompt: Tokens | TokenKey, answer: list[int]) -> t
     return loading.tokens, key
 
 
-async def move_to(rig: Rig, tier: Tier) -> None:
-    """Leave what is cached in ``tier``, and in those below it."""
-    for above in (Tier.DEVICE, Tier.HOST):
-        if tier is not above:
-            await rig.cache.admin.clear(above)
-        if tier is Tier.HOST or tier is above:
-            return
+ABOVE = {Tier.DEVICE: [], Tier.HOST: [Tier.DEVICE], Tier.STORE: [Tier.DEVICE, Tier.HOST]}
+
+
+async def leave_in(rig: Rig, tier: Tier) -> None:
+    """Forget what is cached above ``tier``."""
+    for above in ABOVE[tier]:
+        await rig.cache.admin.clear(above)
 
 
 # What a turn costs
@@ -150,7 +150,7 @@ async def test_a_turn_hashes_and_copies_what_it_adds(open_cache: Opener, costs: 
         refetched = cached * 4 if tier is Tier.STORE else 0  # nodes that are made anew need their tokens
         copied.append(key.data.num_copied - refetched)
         key.data.num_copied = 0
-        await move_to(rig, tier)
+        await leave_in(rig, tier)
     assert len(hashed) == len(set(hashed)) == len(key) // PAGE_TOKENS
     assert len(set(copied[1:])) == 1, f"copies grow with the conversation: {copied}"
     if tier is not Tier.STORE:
@@ -171,7 +171,7 @@ async def test_a_list_costs_the_hashes_of_what_is_not_cached(
         prompt += answer
         assert costs.spent() == (PAGES_A_TURN + (0 if turn else 4), 1)
         assert cached == (len(prompt) - SAID - ANSWERED if turn else 0)
-        await move_to(rig, tier)
+        await leave_in(rig, tier)
     assert check_digests(rig) == len(prompt) // PAGE_TOKENS
 
 
@@ -182,7 +182,7 @@ async def test_a_prompt_of_exactly_whole_pages(open_cache: Opener, costs: Costs)
     costs.spent()
     assert [(await take_turn(rig, key, []))[0] for _ in range(2)] == [0, 4]
     assert costs.spent() == (2, 0)
-    await move_to(rig, Tier.STORE)
+    await leave_in(rig, Tier.STORE)
     assert (await take_turn(rig, key, []))[0] == 4
     key.extend([7] * 4)
     assert (await take_turn(rig, key, []))[0] == 8
@@ -236,9 +236,7 @@ async def test_leases_of_two_lengths_share_a_key(open_cache: Opener, costs: Cost
             (await late.allocate(24)).block()
             rig.compute(late, start=20)
             late.commit(24)
-            assert key.data == token_bytes(
-                [*tokens("ab"), *[7] * (15 if alike else 11), *[9] * (0 if alike else 4)]
-            )
+            assert key.data == token_bytes([*tokens("ab"), *([7] * 15 if alike else [7] * 11 + [9] * 4)])
             for lease in (early, late):
                 rig.check(lease, 24)
     assert check_digests(rig) == (7 if alike else 10)
@@ -359,8 +357,7 @@ async def test_what_is_under_way_is_not_evicted(open_cache: Opener, start: Start
     where = rig.where(PREFIX)
     await rig.put_in_store("wxyz")
     with rig.lease("wxyz") as lease:
-        brought = (await lease.prefetch()).fetched_tokens
-        assert brought == (16 if start is computing else 8)
+        assert (await lease.prefetch()).fetched_tokens == (16 if start is computing else 8)
     with rig.lease("mnop") as lease:
         await lease.load(total_tokens=0)
         with pytest.raises(CapacityError):
@@ -385,8 +382,8 @@ async def test_what_is_under_way_survives_a_clear_and_is_freed_when_it_has_arriv
     held = {Tier.DEVICE: 4, Tier.HOST: 0 if start is computing else 4}
     await rig.cache.admin.clear(cleared)
     rig.cache.audit()
-    stats = rig.cache.stats()
-    assert (stats.device.in_tree, stats.host.in_tree) == (held[Tier.DEVICE], held[Tier.HOST])
+    before = rig.cache.stats()
+    assert (before.device.in_tree, before.host.in_tree) == (held[Tier.DEVICE], held[Tier.HOST])
     with rig.lease("mnop") as lease:
         assert (await lease.load(total_tokens=0)).tokens == 0
         lease.allocate_nowait(16).block()
@@ -398,5 +395,5 @@ async def test_what_is_under_way_survives_a_clear_and_is_freed_when_it_has_arriv
         rig.cache.audit()
     await rig.cache.admin.clear()
     assert not rig.ctx.tree.detached
-    stats = rig.cache.stats()
-    assert (stats.device.free, stats.host.free) == (stats.device.capacity, stats.host.capacity)
+    after = rig.cache.stats()
+    assert (after.device.free, after.host.free) == (after.device.capacity, after.host.capacity)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,7 +35,7 @@ WORLDS: list[World] = [
 ]  # fmt: skip
 
 GOLDEN_NAMES = [
-    page_hash + "_ukv1-5291ec7b9fd5ab33_org%2fmodel_0_1"
+    page_hash + "_ukv1-06edb8b50b326467_org%2fmodel_0_1"
     for page_hash in (
         "baed642339816affb3fe8719792d0e4ce82f12db72b7373d244eaa65445800fe",
         "01414b052706d93bd0f1f1646c0e8ca2fa8ef5efd7bcc99f7a1cee8eb11ad052",
@@ -77,6 +78,24 @@ async def test_salt_and_adapter_isolate_every_tier(open_cache: Opener, tmp_path:
     assert len(set(await store.list_keys())) == 2 * len(WORLDS)
     await again.cache.close()
     await store.aclose()
+
+
+@pytest.mark.parametrize(("salt", "adapter"), [(b"xy", None), (b"x", "y"), (b"abc", "abc"), (b"", "lora-1")])
+async def test_no_page_of_tokens_stands_for_a_salt(
+    open_cache: Opener, salt: bytes, adapter: str | None
+) -> None:
+    """A plain prompt whose first page spells out a salt and an adapter shares no page with the prompts of these."""
+    name = (adapter or "").encode()
+    parts = struct.pack("<cQ", b"s", len(salt)) + salt
+    parts += struct.pack("<cQ", b"-" if adapter is None else b"a", len(name)) + name
+    spelt = list(struct.unpack(f"<{len(parts) // 4}I", parts))
+    options = {"page_size": len(spelt), "store": MemoryStore()}
+    plain, tenant = [
+        await open_cache(kv=heads(torch.float32, page_size=len(spelt)), **options) for _ in range(2)
+    ]
+    said = list(range(3 * len(spelt) + 1))
+    await serve(plain, [*spelt, *said], "plain")
+    assert (await serve(tenant, said, "tenant", salt=salt, adapter=adapter)).store == 0
 
 
 async def test_equal_tokens_of_two_tenants_share_no_read(open_cache: Opener) -> None:
@@ -122,11 +141,18 @@ async def test_equal_cold_prompts_of_two_tenants_do_not_wait_for_each_other(open
 
 
 def heads(
-    dtype: torch.dtype, *, page_size: int = PAGE_TOKENS, num_layers: int = 2, num_heads: int = 2
+    dtype: torch.dtype,
+    *,
+    page_size: int = PAGE_TOKENS,
+    num_layers: int = 2,
+    num_heads: int = 2,
+    dims: tuple[int, int] = (8, 8),
 ) -> DeviceKV:
-    """Return the tensors of a model with heads of 8."""
-    shape = (32, page_size, num_heads, 8)
-    return DeviceKV.from_layers(*([torch.zeros(shape, dtype=dtype) for _ in range(num_layers)] for _ in "kv"))
+    """Return the tensors of a model with heads whose K and V have ``dims`` numbers a token."""
+    k, v = (
+        [torch.zeros((32, page_size, num_heads, dim), dtype=dtype) for _ in range(num_layers)] for dim in dims
+    )
+    return DeviceKV.from_layers(k, v)
 
 
 @dataclass(frozen=True)
@@ -150,6 +176,9 @@ OWNERS = {
     "layout": Owner(options={"host_layout": "page_first_direct", "io_mode": "direct"}),
     "layers": Owner(lambda: heads(torch.bfloat16, num_layers=1)),
     "heads": Owner(lambda: heads(torch.bfloat16, num_heads=4)),
+    "wider": Owner(lambda: heads(torch.bfloat16, dims=(16, 16))),
+    "wider k": Owner(lambda: heads(torch.bfloat16, dims=(16, 8))),
+    "wider v": Owner(lambda: heads(torch.bfloat16, dims=(8, 16))),
     "tp": Owner(options={"tp_size": 2, "tp_rank": 1}),
     "tp 0": Owner(options={"tp_size": 2}),
     "pp": Owner(options={"pp_size": 2, "pp_rank": 1}),

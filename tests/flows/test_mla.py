@@ -150,6 +150,14 @@ async def test_latents_are_shared_by_groups_of_any_size(open_cache: Opener, tmp_
         await shared.aclose()
 
 
+async def test_latents_are_shared_by_every_host_layout(open_cache: Opener) -> None:
+    """Of one plane every order of layers and planes is the same bytes, so one cache's pages serve the others."""
+    store = MemoryStore()
+    for number, layout in enumerate(LAYOUTS):
+        rig = await open_cache(kv=latent_kv(), store=store, **layout)
+        assert (await serve(rig, PROMPT, "latent")).store == (16 if number else 0)
+
+
 async def test_each_shard_of_a_grid_has_one_writer_and_its_own_bytes(
     open_cache: Opener, tmp_path: Path
 ) -> None:
@@ -229,6 +237,21 @@ async def test_a_rank_that_never_writes_can_be_flushed_changed_and_closed(
     assert [store.calls["write"] for store in stores] == [0, 0]
     assert rig.counters["offloaded_pages"] > 20
     assert not rig.counters.keys() & {"backed_up_pages", "backups_stopped_at_hole"}
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+async def test_what_a_rank_that_never_writes_evicts_is_not_called_unstored(
+    open_cache: Opener, policy: str
+) -> None:
+    """It cannot know what rank 0 has stored, so it counts what leaves its host as evicted, and not as lost."""
+    rig = await open_cache(
+        kv=latent_kv(4), host_pages=4, store=MemoryStore(), tp_rank=1, tp_size=2, write_policy=policy
+    )
+    await rig.push_out(6)
+    await driven(rig.cache.admin.flush(), rig.clock)
+    dropped = rig.cache.stats().dropped_tokens
+    assert dropped["host_eviction"] >= 20
+    assert "host_eviction_unstored" not in dropped
 
 
 async def test_a_rank_that_never_writes_explains_what_the_writer_has_stored(open_cache: Opener) -> None:

@@ -88,16 +88,7 @@ async def test_the_same_request_makes_up_for_a_failed_write(
 
 
 @each_page
-@pytest.mark.parametrize(
-    "policy",
-    [
-        *(
-            pytest.param(policy, marks=pytest.mark.xfail(strict=True, reason="close tries no write again"))
-            for policy in (WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH_SELECTIVE)
-        ),
-        WritePolicy.WRITE_BACK,
-    ],
-)
+@pytest.mark.parametrize("policy", list(WritePolicy))
 async def test_a_clean_close_makes_up_for_a_failed_write(
     open_cache: Opener, policy: WritePolicy, failing_page: int
 ) -> None:

@@ -163,7 +163,7 @@ def pop_parent(queue: EvictionQueue) -> Node | None:
 def pop_asking_everybody(queue: EvictionQueue) -> Node | None:
     """Ask for the key of each node at each eviction."""
     for node in queue.coldest():
-        queue._key(node)
+        queue.key(node)
     return pop(queue)
 
 

@@ -18,13 +18,16 @@ def chain_seed(salt: bytes = b"", adapter: str | None = None) -> bytes:
         salt: isolates a tenant; empty: none.
         adapter: isolates a fine-tuned adapter; None and "" differ.
     Returns: b"" when there is neither, so that plain prompts hash as sha256 of their tokens alone;
-        else a digest of both parts with tagged lengths, so that no two pairs run together.
+        else a digest of both parts with tagged lengths, so that no two pairs run together, over a number
+        of bytes that no run of token ids has, so that no prompt without a salt has it as a page hash.
     """
     if not salt and adapter is None:
         return b""
     name = adapter.encode("utf-8", "surrogatepass") if adapter is not None else b""
     parts = struct.pack("<cQ", b"s", len(salt)) + salt
     parts += struct.pack("<cQ", b"-" if adapter is None else b"a", len(name)) + name
+    if len(parts) % 4 == 0:
+        parts += b"."
     return hashlib.sha256(parts).digest()
 
 

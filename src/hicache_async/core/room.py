@@ -41,12 +41,16 @@ class Room:
 
     Args:
         write_back: whether device victims move to the host.
+        writes: whether this rank stores its pages; where another one does, it is not known here which are.
     """
 
-    def __init__(self, tree: PrefixTree, pools: dict[Tier, PagePool], *, write_back: bool) -> None:
+    def __init__(
+        self, tree: PrefixTree, pools: dict[Tier, PagePool], *, write_back: bool, writes: bool = True
+    ) -> None:
         self._tree = tree
         self._pools = pools
         self._write_back = write_back
+        self._writes = writes
         self.evicted_pages = {Tier.DEVICE: 0, Tier.HOST: 0}
         self.dropped_pages: Counter[str] = Counter()
         """Pages of prefix that left the last tier of this process, by reason."""
@@ -108,8 +112,8 @@ class Room:
                 continue
             going = min(missing, victim.num_pages)
             if leaves:
-                is_stored = victim.stored == self._tree.store_epoch
-                self.dropped_pages["host_eviction" if is_stored else "host_eviction_unstored"] += going
+                unstored = self._writes and victim.stored != self._tree.store_epoch
+                self.dropped_pages["host_eviction_unstored" if unstored else "host_eviction"] += going
             self._free(Tier.HOST, victim, going)
             emptied.append(victim)
             missing -= going

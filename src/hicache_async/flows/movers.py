@@ -102,9 +102,7 @@ class Movers:
         await self.offloads.settled()
         if tier == Tier.STORE:
             await self.backups.flushed()
-            if (
-                self.ctx.is_write_back
-            ):  # a hole that a backup has met is filled by a copy, behind which it goes on
+            if self.ctx.is_write_back:  # a hole that a backup has met is filled by a copy; then it goes on
                 await self.offloads.settled()
                 await self.backups.flushed()
 
@@ -117,10 +115,14 @@ class Movers:
             await self.backups.is_idle.wait()
 
     async def finish(self) -> None:
-        """Return when nothing moves any more in any direction, and under write_back nothing is left to write."""
+        """Return when nothing moves any more in any direction, and what can be written is written.
+
+        That is what the host has, writes that failed before among it, and under write_back what the device has.
+        """
         while hops := self.ctx.hops.live:
             await asyncio.wait([hop.settled for hop in hops])
             await self.drain()
+        self.backups.catch_up()
         await self.drain()
         await write_down(self.ctx, self.offloads, self.back_up, self.drain)
 
