@@ -306,3 +306,31 @@ async def test_the_whole_prompt(open_cache: Opener) -> None:
         assert (await lease.prefetch()).fetched_tokens == 16
         assert (await lease.load()).tokens == 16
         rig.check(lease, 16)
+
+
+@pytest.mark.parametrize("again", ["abcd", "abxy", "abcdef"])
+async def test_a_prompt_that_is_evicted_after_each_use_is_kept_in_the_end(
+    open_cache: Opener, again: str
+) -> None:
+    """Under write_through_selective the second commit counts as such, even if the pages had left meanwhile."""
+    rig = await open_cache(device_pages=8, host_pages=16, write_policy="write_through_selective")
+    await rig.serve("abcd")
+    await rig.serve("stuvwxy")
+    assert rig.where("abcd") == ""
+    await rig.serve(again)
+    await rig.cache.admin.flush(Tier.HOST)
+    common = len([1 for mine, theirs in zip("abcd", again, strict=False) if mine == theirs])
+    assert rig.where(again) == "b" * common + "d" * (len(again) - common)
+    rig.check_local(again)
+    rig.cache.audit()
+
+
+async def test_a_clear_forgets_what_was_here(open_cache: Opener) -> None:
+    """After a clear a prompt is as new as on the first day."""
+    rig = await open_cache(device_pages=8, host_pages=16, write_policy="write_through_selective")
+    await rig.serve("abcd")
+    await rig.serve("stuvwxy")
+    await rig.cache.admin.clear()
+    await rig.serve("abcd")
+    await rig.cache.admin.flush(Tier.HOST)
+    assert rig.where("abcd") == "dddd"

@@ -46,12 +46,9 @@ each_ratio = pytest.mark.parametrize("ratio", RATIOS)
 each_stage = pytest.mark.parametrize("stage", list(TIERS), ids=str)
 
 
-def each_policy_and_ratio(reason: str, *unmet: tuple[WritePolicy, float]) -> pytest.MarkDecorator:
-    """Run a test for all cells; those that are ``unmet`` are known not to hold yet."""
-    mark = pytest.mark.xfail(strict=True, reason=reason)
-    cells = [(policy, ratio) for policy in WritePolicy for ratio in RATIOS]
-    params = [pytest.param(*cell, marks=[mark] if cell in unmet else []) for cell in cells]
-    return pytest.mark.parametrize(("policy", "ratio"), params)
+each_policy_and_ratio = pytest.mark.parametrize(
+    ("policy", "ratio"), [(policy, ratio) for policy in WritePolicy for ratio in RATIOS]
+)
 
 
 class WatchedDevice(VirtualDevice):
@@ -184,9 +181,7 @@ async def test_host_need(open_cache: Opener, policy: WritePolicy, ratio: float) 
     await opened(open_cache, policy, ratio)
 
 
-@each_policy_and_ratio(
-    "a head that is stored keeps the host pages that its tail needs", (WritePolicy.WRITE_BACK, 0.5)
-)
+@each_policy_and_ratio
 async def test_a_prompt_longer_than_the_host_pool(
     open_cache: Opener, policy: WritePolicy, ratio: float
 ) -> None:
@@ -253,11 +248,7 @@ async def test_lost_in_a_burst(open_cache: Opener, policy: WritePolicy, ratio: f
     assert await num_lost(rig) == burst_pages
 
 
-@each_policy_and_ratio(
-    "a page that leaves the device, and is stored, is counted as lost",
-    (WritePolicy.WRITE_THROUGH, 0.5),
-    (WritePolicy.WRITE_THROUGH_SELECTIVE, 0.5),
-)
+@each_policy_and_ratio
 async def test_what_is_lost_is_counted(open_cache: Opener, policy: WritePolicy, ratio: float) -> None:
     """The tokens that are counted as lost are those that no tier has, be they few or many."""
     for num_commits in (1, 2):

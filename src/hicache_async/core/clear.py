@@ -16,6 +16,7 @@ def clear_all(tree: PrefixTree) -> int:
     num_pages = sum(node.num_pages for root in roots for node in root.subtree())
     for root in roots:
         tree.detach(root)
+    tree.departed.clear()
     return num_pages
 
 

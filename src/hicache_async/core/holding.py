@@ -181,12 +181,21 @@ class Holding:
         """Count this request as a hit of every node that it has committed and not counted yet."""
         end_page, node = self.committed_pages, self.device_end
         while node is not None and node.parent is not None and end_page > self.credited_pages:
+            if not node.hits:
+                self._recall(node)
             start_page = end_page - node.num_pages
             node.hits += 1
             worth = self.priority if start_page < self.prompt_pages else self.output_priority
             node.priority = max(node.priority, worth)
             end_page, node = start_page, node.parent
         self.credited_pages = max(self.credited_pages, self.committed_pages)
+
+    def _recall(self, node: Node) -> None:
+        # About to be committed for the first time since it came: the first pages may have been here before.
+        num_pages, hits = self._tree.departed.recall(node.hashes)
+        if num_pages:
+            returned = self._tree.split(node, num_pages) if num_pages < node.num_pages else node
+            returned.hits = hits
 
     def extend(self, data: bytes) -> None:
         """Append token ids; a key that somebody else has extended differently is forked."""

@@ -145,13 +145,19 @@ class Room:
         if victim.is_held or (victim.children and any(node.is_held for node in victim.subtree())):
             return False
         self._cut_tail(victim, num_pages)
+        lost = "host_full" if self._write_back else "unbacked_eviction"
+        for node in victim.subtree():
+            self._tree.departed.remember(node)
+            is_stored = node.stored == self._tree.store_epoch
+            self.dropped_pages["device_eviction" if is_stored else lost] += node.num_pages
         dropped = self._tree.prune(victim)
         self.evicted_pages[Tier.DEVICE] += num_pages
         self.evicted_pages[Tier.HOST] += dropped - num_pages
-        self.dropped_pages["host_full" if self._write_back else "unbacked_eviction"] += dropped
         return True
 
     def _free(self, tier: Tier, victim: Node, num_pages: int) -> None:
         self._cut_tail(victim, num_pages)
         self.evicted_pages[tier] += num_pages
+        if victim.residency is not Residency.BOTH:
+            self._tree.departed.remember(victim)
         self._pools[tier].free(self._tree.take(tier, victim), Owner.TREE)

@@ -21,6 +21,7 @@ from ..abc import Fence
 from ..errors import InvariantError
 from ..eviction import EvictionPolicy, Lru
 from ..types import Pages, Residency, Tier
+from .departed import Departed
 from .eviction_queue import EvictionQueue
 from .node import Node
 from .observer import Nobody, TreeObserver
@@ -60,6 +61,7 @@ class PrefixTree:
         self.roots: dict[bytes, Node] = {}
         self.queues = {tier: EvictionQueue(tier, (policies or {}).get(tier, Lru())) for tier in TIERS}
         self.detached: set[Node] = set()
+        self.departed = Departed()
         self.store_epoch = 1
         """Rises when the store is attached, cleared or changed: what a node knows of it is then void."""
         self._pools = pools

@@ -89,11 +89,15 @@ class Offloads:
         return len(taken) == len(missing)
 
     def _make_room(self, nodes: Sequence[Node]) -> int:
-        # The path above must keep its host pages while room is made for what comes below it.
+        # The path above keeps its host pages while room is made for what comes below it; under write_back
+        # it may be in the store instead.
         ctx = self._ctx
         num_pages = sum(node.num_pages for node in nodes)
         above = nodes[0].parent
-        held = ctx.pin(above, Tier.HOST) if above is not None and above.host.pages is not None else None
+        gives_way = above is None or (ctx.is_write_back and above.stored == ctx.tree.store_epoch)
+        held = None
+        if above is not None and above.host.pages is not None and not gives_way:
+            held = ctx.pin(above, Tier.HOST)
         available = ctx.room.plan_room(Tier.HOST, num_pages).num_pages
         if held is not None:
             ctx.unpin(held)
