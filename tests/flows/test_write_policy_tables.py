@@ -307,6 +307,18 @@ async def test_copies_that_a_request_waits_for(
 # Beside the tables
 
 
+@each_ratio
+async def test_the_count_of_commits_outlives_the_page(open_cache: Opener, ratio: float) -> None:
+    """A prompt that left all tiers between its commits is at the second one where any other is."""
+    policy = WritePolicy.WRITE_THROUGH_SELECTIVE
+    rig = await brought_to(open_cache, policy, Stage(1, Then.EVICTED), ratio)
+    assert rig.where(PROMPT) == ""
+    await commit(rig, PROMPT)
+    held = TIERS[Stage(2)][policy].at(**sizes(ratio))
+    assert held == {Tier.DEVICE, Tier.HOST, Tier.STORE}
+    assert (rig.where(PROMPT), await rig.check_stored(PROMPT)) == ("bbb", 3)
+
+
 @each_policy
 @pytest.mark.parametrize("ratio", [2, 8])
 async def test_the_room_for_store_hits_costs_no_copy(

@@ -115,14 +115,10 @@ class Movers:
             await self.backups.is_idle.wait()
 
     async def finish(self) -> None:
-        """Return when nothing moves any more in any direction, and what can be written is written.
-
-        That is what the host has, writes that failed before among it, and under write_back what the device has.
-        """
+        """Return when nothing moves any more in any direction, and what the policy owes the store is written."""
         while hops := self.ctx.hops.live:
             await asyncio.wait([hop.settled for hop in hops])
             await self.drain()
-        self.backups.catch_up()
         await self.drain()
         await write_down(self.ctx, self.offloads, self.back_up, self.drain)
 
