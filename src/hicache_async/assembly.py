@@ -161,6 +161,7 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
     if ranks is None:
         ranks = owned.ranks = SoloRanks()
     buffer = await device.host_buffer(HostArena.nbytes_needed(kv, num_host_pages))
+    arena = HostArena(kv, config.host_layout, num_host_pages, buffer)
     pools = {
         Tier.DEVICE: PagePool("device", free_list, kv.num_pages, on_freed),
         Tier.HOST: PagePool("host", FreeList(num_host_pages), num_host_pages, on_freed),
@@ -178,7 +179,7 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
         clock=parts.clock or LoopClock(loop),
         threads=threads,
         kv=kv,
-        arena=HostArena(kv, config.host_layout, num_host_pages, buffer),
+        arena=arena,
         device=device,
         store=None if isinstance(store, NullStore) else store,
         keys=keys,
