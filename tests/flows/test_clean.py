@@ -6,7 +6,7 @@ import pytest
 
 from hicache_async import Tier
 from hicache_async.stores.memory import MemoryStore
-from tests.flows.rig import Opener, Rig
+from tests.flows.rig import Opener, Rig, turns
 
 pytestmark = pytest.mark.asyncio
 
@@ -132,3 +132,25 @@ async def test_closing_ends_when_the_store_takes_nothing(open_cache: Opener) -> 
     await rig.serve("abcdef")
     rig.cache.audit()
     await rig.cache.close()
+
+
+@pytest.mark.parametrize(("device_policy", "host_policy"), [("lfu", "lru"), ("lru", "lru"), ("fifo", "lfu")])
+async def test_without_traffic_nothing_is_copied_for_ever(
+    open_cache: Opener, device_policy: str, host_policy: str
+) -> None:
+    """Copies ahead come to rest, however differently the tiers order what goes first, and one more hit adds few."""
+    rig = await open_cache(
+        device_pages=40,
+        host_pages=16,
+        write_policy="write_back",
+        write_back_low_water=0.5,
+        device_eviction_policy=device_policy,
+        host_eviction_policy=host_policy,
+    )
+    for number in range(30):
+        await rig.serve(chr(ord("A") + number % 7) * (number % 5 + 1) + "xyz", prefetch=False)
+    await turns(2000)
+    assert not rig.ctx.hops.live
+    before = rig.counters["offloaded_pages"]
+    await turns(2000)
+    assert rig.counters["offloaded_pages"] == before

@@ -55,14 +55,17 @@ class Room:
         self.dropped_pages: Counter[str] = Counter()
         """Pages of prefix that left the last tier of this process, by reason."""
 
-    def plan_room(self, tier: Tier, num_pages: int) -> RoomPlan:
+    def plan_room(self, tier: Tier, num_pages: int, *, spare_copies: bool = False) -> RoomPlan:
         """Evict until ``num_pages`` of ``tier`` can be taken, or nothing more can go.
 
+        Args:
+            spare_copies: whether host copies of what the device has stay: who copies ahead of need would
+                otherwise undo its own work.
         Returns: how many can be taken once the returned moves are submitted and their device pages freed.
         Ownership: device pages of a move are the caller's to free, behind the fence of its copy.
         """
         if tier is Tier.HOST:
-            self._make_host_room(num_pages)
+            self._make_host_room(num_pages, spare_copies=spare_copies)
             return RoomPlan(self._pools[Tier.HOST].available(fenced=False))
         plan = RoomPlan()
         pool, queue = self._pools[Tier.DEVICE], self._tree.queues[Tier.DEVICE]
@@ -100,14 +103,14 @@ class Room:
             if node.only_child not in moved:
                 self._tree.merge(node)
 
-    def _make_host_room(self, num_pages: int) -> None:
+    def _make_host_room(self, num_pages: int, *, spare_copies: bool = False) -> None:
         queue = self._tree.queues[Tier.HOST]
         skipped: list[Node] = []
         emptied: list[Node] = []
         missing = num_pages - self._pools[Tier.HOST].available(fenced=False)
         while missing > 0 and (victim := queue.pop()) is not None:
             leaves = victim.residency is not Residency.BOTH
-            if leaves and (victim.is_held or victim.children):
+            if (victim.is_held or victim.children) if leaves else spare_copies:
                 skipped.append(victim)
                 continue
             going = min(missing, victim.num_pages)

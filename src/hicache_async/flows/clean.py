@@ -14,7 +14,7 @@ from .offload import Offloads
 class Cleaner:
     """Keeps a share of the device's pages free, or on the host already.
 
-    It runs where nobody waits for pages: after a commit, a release, a copy. A request that needs room then
+    It runs where nobody waits for pages: after a commit or a release. A request that needs room then
     frees clean pages, and no copy stands between it and its pages. Nothing is copied while enough pages are
     free: cold is what would be evicted next, not what is merely idle.
     """

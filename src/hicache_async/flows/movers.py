@@ -125,7 +125,7 @@ class Movers:
     def _offload_over(self, ends: Sequence[Node]) -> None:
         for end in ends:
             self.back_up(end)
-        self.released()
+        self.device_room.pump()
 
     def _fill_hole(self, end: Node) -> None:
         # Under write_back the pages above an evicted node may be on the device only, and a stored tail

@@ -115,14 +115,15 @@ class Offloads:
         return taken
 
     def offload_nodes(self, nodes: Sequence[Node]) -> None:
-        """Copy device nodes of any paths, as many of the first as the host can take."""
+        """Copy device nodes of any paths, as many of the first as the host can take beside its other copies."""
         ctx = self._ctx
         if not nodes:
             return
         if len(self._hops) >= ctx.config.max_offloads_in_flight:
             ctx.metrics.counters["offloads_skipped_queue_full"] += 1
             return
-        available = ctx.room.plan_room(Tier.HOST, sum(node.num_pages for node in nodes)).num_pages
+        num_pages = sum(node.num_pages for node in nodes)
+        available = ctx.room.plan_room(Tier.HOST, num_pages, spare_copies=True).num_pages
         if taken := self._fit(nodes, available):
             self._submit(taken, pinned=taken, ends=taken)
 
