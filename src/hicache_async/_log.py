@@ -21,6 +21,7 @@ EVENTS = frozenset(
         "cache.opened",
         "clear.incomplete",
         "copy.failed",
+        "eviction.policy_failed",
         "events.bound",
         "events.failed",
         "events.replay_refused",

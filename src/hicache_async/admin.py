@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 
 from ._fence import resolve
 from ._log import logger
 from .abc import Store
 from .assembly import Owned
-from .checks import checked_prompt
+from .checks import checked_prompt, checked_seconds
 from .core.clear import clear_all, clear_tier
 from .core.tokens import TokenKey
 from .errors import ConfigError
@@ -56,10 +55,9 @@ class Admin:
         Raises: ConfigError: tokens or a time that cannot be.
         """
         self._check()
-        if isinstance(ttl_s, bool) or not isinstance(ttl_s, (int, float)) or not 0 < ttl_s < math.inf:
-            raise ConfigError(f"ttl_s is {ttl_s!r}; give a finite number of seconds > 0")
+        seconds = checked_seconds("ttl_s", ttl_s)
         key, chain = checked_prompt(tokens, self._ctx.page_tokens, salt, adapter)
-        return self._movers.pins.pin(key, chain, ttl_s)
+        return self._movers.pins.pin(key, chain, seconds)
 
     def unpin(self, tokens: Tokens | TokenKey, *, salt: bytes = b"", adapter: str | None = None) -> None:
         """Let go of what :meth:`pin` keeps for the same tokens; does nothing when there is none."""
@@ -150,7 +148,7 @@ class Admin:
             await self._until_over(over)
 
     async def clear(self, tier: Tier | None = None) -> None:
-        """Forget what is cached.
+        """Forget what is cached; pins of an operator are let go.
 
         A request that runs meanwhile keeps its pages until it releases them. What it stands on is cut off from
         matching, with all below it, and what it computes on top of that is committed nowhere.
@@ -160,11 +158,14 @@ class Admin:
                 loads from now on. DEVICE or HOST: what another tier has stays. STORE: the objects of this
                 cache's namespace, of all its ranks (but pipeline stages with other numbers of layers, which
                 have a namespace of their own), and no others; what is still on the host is written again
-                at the next commit or hit. While a store is cleared it is used for nothing else.
+                at the next commit or hit. While a store is cleared it is used for nothing else. A store that
+                is not attached is not cleared: after a change of weights clear it when it has been attached,
+                or open the cache with another ``fingerprint``.
         Raises: ConfigError: the store cannot list or delete; nothing has changed. StoreUnavailable: the store
             could not be cleared to the end, or was detached meanwhile; the other tiers are cleared, and the
             store is used for nothing until a later clear succeeds, or it is detached. ClosedError.
-        Cancellation: as if the store had failed.
+        Cancellation: as if the store had failed. A store that never answers a question for its names, or to
+            delete, is waited for until this is cancelled or the store is detached by force.
         """
         self._check()
         if tier is not None and tier not in tuple(Tier):
@@ -185,12 +186,12 @@ class Admin:
         ctx = self._ctx
         if tier is Tier.STORE or ctx.state is State.FAILED:  # a tree in doubt is matched by nobody
             return 0
+        self._movers.pins.drop_all()
         if tier is None:
             num_pages = clear_all(ctx.tree)
         else:
             num_pages = clear_tier(ctx.tree, tier, ctx.device_pool if tier is Tier.DEVICE else ctx.host_pool)
         ctx.room.dropped_pages["cleared"] += num_pages
-        self._movers.pins.drop_detached()
         self._movers.released()
         return num_pages
 

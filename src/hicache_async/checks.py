@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from .abc import Fence
@@ -10,6 +12,24 @@ from .core.holding import Holding
 from .core.tokens import TOKEN_NBYTES, TokenKey
 from .errors import ConfigError, LeaseError
 from .types import Tokens
+
+MAX_PRIORITY = (1 << 63) - 1
+
+
+def checked_seconds(name: str, value: float) -> float:
+    """Return ``value`` as a float.
+
+    Raises: ConfigError: it is not a finite number of seconds > 0.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    try:
+        seconds = float(value) if is_number else math.nan
+    except OverflowError:  # an integer that no float can hold
+        seconds = math.inf
+    if not 0 < seconds < math.inf:
+        shown = "too large an integer" if is_number and isinstance(value, int) and value > 0 else repr(value)
+        raise ConfigError(f"{name} is {shown}; give a finite number of seconds > 0")
+    return seconds
 
 
 def checked_count(name: str, value: int) -> int:
@@ -40,10 +60,14 @@ def checked_prompt(
 def checked_priority(name: str, value: int) -> int:
     """Return ``value`` as an int.
 
-    Raises: ConfigError: it is not an integer.
+    Raises: ConfigError: it is not an integer of 63 bits and a sign.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise ConfigError(f"{name} is {value!r}; it must be an integer, the higher the more worth")
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_integer or not -MAX_PRIORITY <= value <= MAX_PRIORITY:
+        shown = repr(value) if not is_integer else f"an integer of {int(value).bit_length()} bits"
+        raise ConfigError(
+            f"{name} is {shown}; it must be an integer of at most 63 bits, the higher the more worth"
+        )
     return int(value)
 
 

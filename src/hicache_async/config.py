@@ -322,6 +322,13 @@ def _check_text(name: str, value: object, *, may_be_empty: bool) -> None:
         raise ConfigError(f"{name} is {value!r}; give {kind}, of valid Unicode")
 
 
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an integer that no float can hold
+        return False
+
+
 def _check_number(name: str, value: object, kind: type, low: float, low_allowed: bool, high: float) -> None:
     wanted = "an integer" if kind is int else "a finite number"
     bound = f"{'>=' if low_allowed else '>'} {low}" + (f" and <= {high}" if high != math.inf else "")
@@ -330,9 +337,7 @@ def _check_number(name: str, value: object, kind: type, low: float, low_allowed:
     if right:
         number: float = value  # type: ignore[assignment]
         right = (
-            (isinstance(number, int) or math.isfinite(number))
-            and low <= number <= high
-            and (low_allowed or number != low)
+            (kind is int or _is_finite(number)) and low <= number <= high and (low_allowed or number != low)
         )
     if not right:
         raise ConfigError(f"{name} is {value!r}; it must be {wanted} {bound}")

@@ -245,7 +245,8 @@ class PrefixLease:
         # What was fetched for this lease is the store's, whoever loaded it; what else is loaded, the host's.
         page_tokens, tokens, prompt = self._movers.ctx.page_tokens, loading.tokens, self._holding.length
         first = fetched_end = 0
-        if self._prefetch is not None:
+        host_end = self._holding.host_end
+        if self._prefetch is not None and host_end is not None and host_end.attached:
             first = min(tokens, self._prefetch.start_page * page_tokens)
             fetched_end = min(tokens, first + self._prefetch.fetched_pages * page_tokens)
         from_store = fetched_end - first

@@ -243,3 +243,24 @@ async def test_a_device_that_refuses_a_copy(open_cache: Opener) -> None:
     lease.release()
     await check_serves_without_reuse(rig)
     rig.cache.audit()
+
+
+async def test_a_failed_cache_takes_back_what_it_had_cached(open_cache: Opener) -> None:
+    """A device full of cached pages serves on after a failure: they come back when no request holds any."""
+    rig = await open_cache(device_pages=8, host_pages=16)
+    for prompt in ("abc", "wxy"):
+        await rig.serve(prompt)
+    await rig.cache.admin.flush()
+    running = rig.lease("uv")
+    await running.load()
+    await failed(rig)
+    with rig.lease("klmno") as lease:
+        await lease.load()
+        with pytest.raises(CapacityError):
+            lease.allocate_nowait(lease.num_tokens)
+    running.release()
+    for prompt in ("klmno", "abcdefg"):
+        with rig.lease(prompt) as lease:
+            await lease.load()
+            assert len((await lease.allocate(lease.num_tokens)).pages) == len(prompt) + 1
+    rig.cache.audit()

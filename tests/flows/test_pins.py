@@ -130,7 +130,7 @@ async def test_nothing_is_pinned_where_nothing_is_cached(open_cache: Opener) -> 
     assert rig.cache.admin.pin(tokens("abc"), ttl_s=9, adapter="other") == 0
 
 
-@pytest.mark.parametrize("ttl_s", [0, -1, float("inf"), float("nan"), True, "60", None])
+@pytest.mark.parametrize("ttl_s", [0, -1, float("inf"), float("nan"), 10**400, True, "60", None])
 async def test_a_time_that_cannot_be_is_refused(open_cache: Opener, ttl_s: object) -> None:
     """A pin needs a finite number of seconds above 0."""
     rig = await open_cache()
@@ -166,3 +166,37 @@ async def test_a_pinned_page_of_a_running_forward_is_kept(open_cache: Opener) ->
     assert rig.where("abc") == "bbb"
     await flood(rig)
     assert len(rig.where("abc")) == 3
+
+
+async def test_pins_never_take_all_of_the_device(open_cache: Opener) -> None:
+    """What is pinned on the host stays there, so that the device can always give its copy up."""
+    rig = await open_cache(device_pages=16, host_pages=40, store=MemoryStore())
+    await rig.serve("abcdefghijklmno")
+    await rig.cache.admin.flush(Tier.HOST)
+    assert rig.cache.admin.pin(tokens("abcdefghijklmno"), ttl_s=1000) == 15 * PAGE_TOKENS
+    for number in range(20):
+        prompt = chr(ord("A") + number) + "xy"
+        await rig.put_in_store(prompt)
+        with rig.lease(prompt) as lease:
+            await lease.prefetch()
+    assert rig.where("abcdefghijklmno") == "b" * 15
+    await rig.serve("uvwz")
+    await rig.serve("UVWXYZuvwxyz")
+    assert len(rig.where("abcdefghijklmno")) == 15
+    rig.cache.audit()
+
+
+async def test_a_pin_that_was_cut_off_leaves_its_share_to_others(open_cache: Opener) -> None:
+    """A prefix that is gone after a failed forward keeps no room from another pin."""
+    rig = await open_cache(device_pages=16, host_pages=16, pin_capacity_fraction=0.5)
+    fence = rig.cache.host_fence()
+    with rig.lease("abcdefgh") as lease:
+        loading = await lease.load()
+        await rig.forward(lease, loading)
+        lease.commit(lease.num_tokens, after=fence)
+        assert rig.cache.admin.pin(tokens("abcdefgh"), ttl_s=1000) == 8 * PAGE_TOKENS
+        fence.fail(OSError("the forward went wrong"))
+        await turns()
+        lease.release()
+    await rig.serve("vwxyz")
+    assert rig.cache.admin.pin(tokens("vwxyz"), ttl_s=1000) == 5 * PAGE_TOKENS

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from ..eviction import Comparable, EvictionPolicy
+from .._log import logger
+from ..eviction import Comparable, EvictionPolicy, Lru
 from ..types import Tier
 from .node import Node
 from .sorted_entries import Entry, SortedEntries
@@ -19,7 +20,8 @@ class EvictionQueue:
     nothing here, and an eviction pays only for those that were matched, and not offered, since the last.
 
     A policy whose keys fall or rise by themselves gets a wrong order, and nothing worse: who was asked
-    for a key in one search is not asked again.
+    for a key in one search is not asked again. One that raises, or whose keys have no order, is replaced by
+    lru, and the log says so.
 
     Args:
         policy: whose keys order the nodes, the smallest first; among equals the one that waits longest.
@@ -49,14 +51,21 @@ class EvictionQueue:
 
     def offer(self, node: Node) -> None:
         """Consider ``node``; one that is in the queue goes by its key of now."""
-        if self.is_evictable(node):
+        if not self.is_evictable(node):
+            return
+        try:
             key, entry = self.key(node), self._entries.get(node)
             if entry is None or entry[0] < key:
                 self._place(node, key)
+        except Exception as error:  # noqa: BLE001 - a policy is the user's code, and its bug no request's
+            self._fall_back(error, node)
 
     def pop(self) -> Node | None:
         """Take out the evictable node, its bytes at rest, that goes first; None: there is none."""
+        key = self.key
         node = next(self.coldest(), None)
+        if node is None and self.key is not key:  # the policy has just failed
+            node = next(self.coldest(), None)
         if node is not None:
             self.discard(node)
         return node
@@ -69,12 +78,16 @@ class EvictionQueue:
         """
         newest, last = self._sequence, None
         while (entry := self._sorted.after(last)) is not None:
-            known, sequence, node = entry
+            _, sequence, node = entry
             if not self.is_evictable(node):
                 self.discard(node)
-            elif sequence <= newest and known < (key := self.key(node)):
-                self._place(node, key)
-            else:
+                continue
+            try:
+                has_risen = sequence <= newest and self._has_risen(entry)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._fall_back(error)
+                return
+            if not has_risen:
                 last = entry
                 if node.copy_in(self._tier).is_ready():
                     yield node
@@ -84,6 +97,23 @@ class EvictionQueue:
         entry = self._entries.pop(node, None)
         if entry is not None:
             self._sorted.remove(entry)
+
+    def _has_risen(self, entry: Entry) -> bool:
+        known, _, node = entry
+        key = self.key(node)
+        if known < key:
+            self._place(node, key)
+            return True
+        return False
+
+    def _fall_back(self, error: Exception, node: Node | None = None) -> None:
+        # From now on by last use, which cannot fail.
+        logger.error("eviction.policy_failed", tier=self._tier.value, error=repr(error), hint="it is lru now")
+        self.key = Lru().key
+        nodes = [*self._entries, *([node] if node is not None else ())]
+        self._entries, self._sorted = {}, SortedEntries()
+        for each in dict.fromkeys(nodes):
+            self.offer(each)
 
     def _place(self, node: Node, key: Comparable) -> None:
         self._sequence += 1

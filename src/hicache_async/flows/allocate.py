@@ -56,7 +56,17 @@ class DeviceRoom:
             plan = ctx.room.plan_room(Tier.DEVICE, num_pages)
             self._offloads.submit_evictions(plan.moves)
             available = ctx.device_pool.available(fenced=True)
+        elif available < num_pages:
+            self._reclaim()
+            available = ctx.device_pool.available(fenced=True)
         return ctx.device_pool.take(min(num_pages, available), Owner.LEASE, fenced=True)
+
+    def _reclaim(self) -> None:
+        # Without reuse nobody will ever match what the tree holds. Who might still read it is not to be asked of
+        # a tree in doubt: so its pages come back when no request holds any and no copy runs.
+        pool = self._ctx.device_pool
+        if not self._is_moving() and not any(holding.table.pages.size for holding in self._holdings()):
+            pool.free(pool.owned_by(Owner.TREE), Owner.TREE)
 
     async def copies_ended(self) -> bool:
         """Wait for a copy to the host to end, which frees its source for eviction; False: none will soon.

@@ -10,13 +10,15 @@ from ..core.hashing import HashChain
 from ..core.node import Node
 from ..core.tokens import TokenKey
 from ..core.write_policy import ENOUGH_COMMITS
+from ..types import Tier
 from .context import Context, Pinned
 from .offload import Offloads
 
 
 @dataclass(slots=True, eq=False)
 class _Pin:
-    kept: Pinned
+    end: Node
+    kept: list[Pinned]
     timer: TimerHandle
 
 
@@ -39,7 +41,7 @@ class Pins:
     @property
     def nodes(self) -> list[Node]:
         """The ends of what is pinned."""
-        return [pin.kept.node for pin in self._pins.values()]
+        return [pin.end for pin in self._pins.values()]
 
     def pin(self, key: TokenKey, chain: HashChain, ttl_s: float) -> int:
         """Keep what is local of the whole pages of ``key``, anew for ``ttl_s``; returns how many tokens that is."""
@@ -47,6 +49,7 @@ class Pins:
         name = self._name(key, chain)
         if name is None or not ctx.reuses:
             return 0
+        self.drop_detached()
         self._drop(name)
         match = ctx.tree.match(chain.seed, key.data, len(key) // ctx.page_tokens)
         if not match.local_pages:
@@ -55,12 +58,14 @@ class Pins:
         for above in end.path():
             above.hits = max(above.hits, ENOUGH_COMMITS)
         held = ctx.anchor(end)  # making room on the host must not take what is about to be kept
-        self._offloads.offload_path(end, min_hits=0)
-        num_pages, last = self._fitting(end)
-        if last is not None:
-            timer = ctx.clock.call_later(ttl_s, lambda: self._drop(name))
-            self._pins[name] = _Pin(ctx.anchor(last), timer)
-        ctx.unpin(held)
+        try:
+            self._offloads.offload_path(end, min_hits=0)
+            num_pages, last = self._fitting(end)
+            if last is not None:
+                timer = ctx.clock.call_later(ttl_s, lambda: self._drop(name))
+                self._pins[name] = _Pin(last, self._keep(last), timer)
+        finally:
+            ctx.unpin(held)
         return num_pages * ctx.page_tokens
 
     def unpin(self, key: TokenKey, chain: HashChain) -> None:
@@ -72,7 +77,7 @@ class Pins:
     def drop_detached(self) -> None:
         """Let go of what no match can reach any more."""
         for name, pin in list(self._pins.items()):
-            if not pin.kept.node.attached:
+            if not pin.end.attached:
                 self._drop(name)
 
     def drop_all(self) -> None:
@@ -88,12 +93,23 @@ class Pins:
         pin = self._pins.pop(name, None)
         if pin is not None:
             pin.timer.cancel()
-            self._ctx.unpin(pin.kept)
+            for kept in pin.kept:
+                self._ctx.unpin(kept)
+
+    def _keep(self, last: Node) -> list[Pinned]:
+        # What is on the host stays there: kept on the device alone it would take room from requests.
+        path = last.path()
+        host_ends = [
+            node
+            for node, below in zip(path, [*path[1:], None], strict=True)
+            if node.host.pages is not None and (below is None or below.host.pages is None)
+        ]
+        return [self._ctx.anchor(last), *(self._ctx.pin(node, Tier.HOST) for node in host_ends)]
 
     def _fitting(self, end: Node) -> tuple[int, Node | None]:
         # The longest first part of the path that the capacity for pins still takes.
         ctx = self._ctx
-        others = {node for pin in self._pins.values() for node in pin.kept.node.path()}
+        others = {node for pin in self._pins.values() for node in pin.end.path()}
         share = ctx.config.pin_capacity_fraction
         room = int(share * ctx.host_pool.capacity) - _num_pages(others)
         device_room = int(share * ctx.device_pool.capacity) - _num_pages(_device_only(others))

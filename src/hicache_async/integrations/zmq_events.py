@@ -70,8 +70,16 @@ class KVEventPublisher:
             "high_water_mark": high_water_mark,
         }
         for name, count in counts.items():
-            if count < 1:
-                raise ConfigError(f"{name} is {count}; it must be at least 1")
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ConfigError(f"{name} is {count!r}; it must be an integer >= 1")
+        if isinstance(dp_rank, bool) or not isinstance(dp_rank, int) or dp_rank < 0:
+            raise ConfigError(f"dp_rank is {dp_rank!r}; it must be an integer >= 0")
+        words = {"endpoint": endpoint, "topic": topic, "host_medium": host_medium}
+        if replay_endpoint is not None:
+            words["replay_endpoint"] = replay_endpoint
+        for name, word in words.items():
+            if not isinstance(word, str):
+                raise ConfigError(f"{name} is {word!r}; it must be a string")
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
         self._cache = cache
