@@ -261,8 +261,12 @@ class HiCache:
         Ownership: a reader that is dropped, or closed with ``aclose()``, costs nothing any more.
         """
         self._check_open()
-        if checked_count("max_pending_pages", max_pending_pages) == 0:
-            raise ConfigError("max_pending_pages is 0; give at least 1")
+        if (
+            isinstance(max_pending_pages, bool)
+            or not isinstance(max_pending_pages, int)
+            or max_pending_pages < 1
+        ):
+            raise ConfigError(f"max_pending_pages is {max_pending_pages!r}; it must be an integer >= 1")
         roots = self._ctx.tree.roots
         return self._ctx.events.read(
             roots, snapshot=snapshot, max_pending_pages=max_pending_pages, check=self._check

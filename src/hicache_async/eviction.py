@@ -50,12 +50,13 @@ class EvictionPolicy(Protocol):
     def key(self, candidate: Candidate, /) -> Comparable:
         """Return the place of ``candidate`` among all others: the smallest goes first.
 
-        Three things are demanded, which keep the cost of an eviction free of how much is cached:
+        Four things are demanded, which keep the cost of an eviction free of how much is cached:
 
         - it is a function of the candidate's attributes, and changes nothing, here or there;
         - while ``used``, ``hits`` and ``priority`` of one candidate rise, it never falls: it is asked
           for again only when the candidate seems to be the next to go;
-        - any two keys can be compared, and are in one order.
+        - any two keys can be compared, and are in one order;
+        - it never raises: a policy that does, or whose keys cannot be compared, is replaced by lru.
 
         It is called a few times for each release and eviction, on the event loop, so it must be short.
         """

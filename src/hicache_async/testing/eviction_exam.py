@@ -54,6 +54,15 @@ def check_eviction_policy(policy: EvictionPolicy) -> None:
         isinstance(policy, EvictionPolicy) and not isinstance(policy, type),
         f"{policy!r} is no object with a method key(candidate)",
     )
+    try:
+        _examine(policy)
+    except AssertionError:
+        raise
+    except Exception as error:  # whatever the policy raised
+        raise AssertionError(f"{policy!r} raised {error!r}; a key never raises") from error
+
+
+def _examine(policy: EvictionPolicy) -> None:
     for run in _RUNS:
         _check_keys(policy, random.Random(run))
     for run in _RUNS:
