@@ -135,10 +135,11 @@ def test_what_is_no_policy_fails(thing: Any) -> None:
         check_eviction_policy(thing)
 
 
-def test_an_error_of_the_policy_is_its_own() -> None:
-    """What a policy raises reaches whoever examines it."""
-    with pytest.raises(ZeroDivisionError):
-        check_eviction_policy(By(lambda node: 1 // (node.hits - node.hits)))
+def test_a_key_that_raises_fails() -> None:
+    """What a policy raises is told, and is the cause of what the exam raises."""
+    with pytest.raises(AssertionError, match="raised ZeroDivisionError.*a key never raises") as failure:
+        check_eviction_policy(By(lambda candidate: 1 // (candidate.hits - 3)))
+    assert isinstance(failure.value.__cause__, ZeroDivisionError)
 
 
 # The exam looks at the tree too: with a queue that is wrong nobody passes.
