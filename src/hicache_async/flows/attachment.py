@@ -179,6 +179,7 @@ class Attachment:
             raise StoreUnavailable(f"list_keys failed: {listing.error or keys!r}") from listing.error
         num_deleted, batch = 0, ctx.config.store_batch_pages
         for start in range(0, len(keys), batch):
+            self._check_is(store)
             mine = [key for key in keys[start : start + batch] if ours.match(key)]
             if not mine:
                 await asyncio.sleep(0)
@@ -208,9 +209,12 @@ class Attachment:
             finally:
                 if timer is not None:
                     timer.cancel()
-            if self.store is not store:
-                raise StoreUnavailable(f"the {type(store).__name__} was detached while it was cleared")
+            self._check_is(store)
         return call.settled.done()
+
+    def _check_is(self, store: Store) -> None:
+        if self.store is not store:
+            raise StoreUnavailable(f"the {type(store).__name__} was detached while it was cleared")
 
 
 def _wake(awaited: asyncio.Future[None], settled: object = None) -> None:

@@ -173,7 +173,10 @@ class Backups:
         pinned = ctx.pin(last, Tier.HOST)
 
         async def write(stop: StopToken) -> int:
-            return await store.write(keys, await filled_views(ctx, pages, stop))
+            views = await filled_views(ctx, pages, stop)
+            if epoch != ctx.tree.store_epoch:  # the store has been taken away meanwhile
+                return 0
+            return await store.write(keys, views)
 
         hop = start_store_call(
             ctx, "write", write, partial(self._settled, pinned=pinned, pages=pages, epoch=epoch)
