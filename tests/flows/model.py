@@ -106,8 +106,8 @@ def look(tree: PrefixTree) -> Dictionary:
         stack: list[tuple[Node, bytes]] = [(root, seed)]
         while stack:
             node, name = stack.pop()
-            for child in (node.children or {}).values():
-                stack.append((child, _add_pages(found, child, name)))
+            below = (node.children or {}).values()
+            stack += [(child, _add_pages(found, child, name)) for child in below]
     return found
 
 

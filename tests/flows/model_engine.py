@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from hicache_async import Allocation, CapacityError, LeaseError, Loading, PrefetchPolicy, Stop
+from hicache_async._fence import engine_fence_in
 from tests.flows.model import NAMESPACES, device_pages, identity, local_pages, look
 from tests.flows.model_requests import Forward, ForwardError, Request
 from tests.flows.model_world import World
@@ -89,7 +90,9 @@ class Engine:
             assert result.hit_tokens >= found, "the store has more"
             if result.hit_tokens >= threshold and self.num_begun == num_begun:
                 hit_pages = prefetch.start_page + result.hit_tokens // PAGE_TOKENS
-                assert local_pages(look(world.rig.ctx.tree), request.names) >= hit_pages, "not all was brought"
+                assert local_pages(look(world.rig.ctx.tree), request.names) >= hit_pages, (
+                    "not all was brought"
+                )
             world.seen["prefetches that had to find"] += found > 0
 
     def _stored_pages(self, request: Request, limit: int) -> int:
@@ -196,6 +199,7 @@ class Engine:
         assert len(pages) == max(before, -(-total // PAGE_TOKENS))
         assert allocation.pages.tolist() == pages[before:].tolist()
         if allocation.after is not None:
+            assert engine_fence_in(allocation.after) is None, "pages that wait for another forward"
             request.after.append(allocation.after)
             self.world.seen["pages behind a fence"] += 1
 
@@ -362,6 +366,9 @@ class Engine:
         self.world.device_bytes.check(list(pages), list(pages.values()))
         for forward in self.forwards:
             self.check_forward(forward)
+        for copy in self.world.rig.virtual.pending:
+            waits = [fence for fence in copy.after if engine_fence_in(fence) is not None]
+            assert not waits, f"{copy!r} waits for a forward, and all copies behind it"
         self.world.seen["device pages checked"] += len(pages)
 
     def follow(self, request: Request) -> None:
@@ -380,7 +387,7 @@ class Engine:
         for layer in _passed_layers(loading):
             try:
                 loading.block(layer)
-            except Exception:
+            except Exception:  # noqa: BLE001 - whatever the device was told to raise
                 assert self.world.num_failed, "a load failed for no reason"
                 self.world.seen["loads that failed"] += 1
                 request.is_broken = request.is_cut = True

@@ -15,16 +15,13 @@ from tests.flows.rig import PAGE_TOKENS
 
 
 class Operator:
-    """What ``cache.admin`` is asked for.
-
-    Attributes:
-        clearing: the clear that runs; changes of what is cached follow one another.
-    """
+    """What ``cache.admin`` is asked for."""
 
     def __init__(self, world: World, engine: Engine) -> None:
         self.world = world
         self.engine = engine
-        self.clearing: Call | None = None
+        self._clearing: Call | None = None
+        self._num_detaching = 0
         self._detaching: list[tuple[Call, float]] = []
 
     @property
@@ -37,13 +34,15 @@ class Operator:
     @property
     def is_clearing(self) -> bool:
         """Whether a clear is under way."""
-        return self.clearing is not None and not self.clearing.task.done()
+        return self._clearing is not None and not self._clearing.task.done()
 
     # Stores
 
     def attach(self, which: int, way: str) -> None:
-        """Attach one of the stores, an empty one where there is none to be had."""
+        """Attach one of the stores, an empty one where there is none to be had; not while one is cleared."""
         world = self.world
+        if self.is_clearing:
+            return
         clean = [store for store in world.stores if not store.is_unclean]
         store = clean[which % len(clean)] if clean else world.new_store()
 
@@ -68,14 +67,16 @@ class Operator:
             store = self.attached
             if store is not None and force:
                 self._suspend(store, "forced detaches")
-            over = False
+            is_over = False
+            self._num_detaching += 1
             try:
                 await world.rig.cache.admin.detach_store(force=force)
-                over = True
+                is_over = True
             finally:
+                self._num_detaching -= 1
                 if store is not None and self.attached is not store:
-                    self._suspend(store, "detaches" if not force else "detaches over")
-                    store.is_away = over
+                    self._suspend(store, "detaches")
+                    store.is_away = is_over and not self._num_detaching  # who waits for its calls?
 
         call = world.call("detach", detaching, way)
         if force:
@@ -101,8 +102,10 @@ class Operator:
     # Clearing
 
     def clear(self, tier: Tier | None, way: str) -> None:
-        """Clear, and look at once whether anything is left."""
+        """Clear, and look at once whether anything is left; one clear at a time."""
         world, noted = self.world, []
+        if self.is_clearing:
+            return
 
         async def clearing() -> None:
             store = self.attached if tier in (None, Tier.STORE) else None
@@ -119,7 +122,7 @@ class Operator:
                 if store is not None:
                     self._cleared(store)
 
-        self.clearing = world.call("clear", clearing, way)
+        self._clearing = world.call("clear", clearing, way)
         # Behind the first step of the task, and before anybody whom it wakes.
         world.loop.call_soon(lambda: noted and self._check_cleared(tier))
 
@@ -218,8 +221,10 @@ class Operator:
             world.seen["pins"] += 1
 
     def unpin(self, which: int) -> None:
-        """Let go of one of the pinned prefixes."""
+        """Let go of one of the pinned prefixes, if there is one."""
         pins = self.world.model.pins
+        if not pins:
+            return
         namespace, data = sorted(pins)[which % len(pins)]
         salt, adapter = NAMESPACES[namespace]
         tokens = [int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4)]

@@ -72,18 +72,28 @@ class Request:
     after: list[Fence] = field(default_factory=list)
     forward: Forward | None = None
 
-    @property
     def is_ready(self) -> bool:
         """Whether its prefix is there and nobody is busy with it."""
         return self.is_usable and not self.is_broken and self.call is None
 
-    @property
+    def can_prefetch(self) -> bool:
+        """Whether nothing was asked for yet."""
+        return self.prefetch_call is None and not self.has_prefetch() and not self.has_loaded
+
+    def has_prefetch(self) -> bool:
+        """Whether a prefetch has begun."""
+        return self.lease._prefetch is not None
+
+    def can_load(self) -> bool:
+        """Whether it was not asked to load yet."""
+        return not self.has_loaded
+
+    def has_to_compute(self) -> bool:
+        """Whether a forward may start as soon as there are pages."""
+        more = len(self.tokens) > self.computed * PAGE_TOKENS
+        return self.is_ready() and self.forward is None and more
+
     def can_compute(self) -> bool:
         """Whether a forward over all of its tokens may start."""
-        has_pages = len(self.lease.pages) * PAGE_TOKENS >= len(self.tokens) > self.computed * PAGE_TOKENS
-        return (
-            self.is_ready
-            and self.forward is None
-            and has_pages
-            and all(fence.passed() for fence in self.after)
-        )
+        has_pages = len(self.lease.pages) * PAGE_TOKENS >= len(self.tokens)
+        return self.has_to_compute() and has_pages and all(fence.passed() for fence in self.after)

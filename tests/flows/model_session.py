@@ -56,6 +56,50 @@ class Session:
 
     # What takes more than one verb
 
+    def start(self, namespace: int, tokens: Sequence[int], whole: bool, choice: int, way: str) -> None:
+        """Start a request, and perhaps its prefetch and its load at once."""
+        request = self.engine.match(namespace, tokens, whole=whole, priority=choice % 3)
+        if choice % 2:
+            self.engine.prefetch(request, None, way)
+        if choice % 5:
+            self.engine.load(request, None, way, wait_pending=True, priority=choice % 3)
+
+    def go_on(self, request: Request, choice: int, way: str) -> None:
+        """Let a request do what comes next for it."""
+        engine, forward = self.engine, request.forward
+        if not request.has_loaded:
+            if request.can_prefetch() and choice % 2:
+                engine.prefetch(request, None, way)
+            else:
+                engine.load(request, None, way, wait_pending=True, priority=0)
+        elif request.is_broken:
+            engine.release(request, offload=False)
+        elif not request.is_ready():
+            self.world.rig.virtual.advance()
+        elif request.has_to_compute():
+            self._compute(request, choice)
+        elif request.committed < (request.computed if forward is None else forward.end_page):
+            engine.commit(request, choice)
+        elif forward is not None and choice % 3 == 0:
+            engine.release(request, offload=choice % 2 == 0)
+        elif forward is not None and forward.fence is None:
+            engine.end_stream()
+        elif forward is not None:
+            engine.finish_forward(forward)
+        elif choice % 2:
+            engine.extend(request, [0] * (choice % 9))
+        else:
+            engine.release(request, offload=choice % 4 == 0)
+
+    def _compute(self, request: Request, choice: int) -> None:
+        engine = self.engine
+        if not engine.allocate_nowait(request, len(request.tokens)):
+            engine.release(request, offload=choice % 2 == 0)
+        elif request.can_compute():
+            engine.begin_forward(request, on_stream=choice % 4 == 0)
+            if choice % 3:
+                engine.commit(request, choice)
+
     async def serve(
         self, namespace: int, tokens: Sequence[int], *, prefetch: bool, patience: int = 1
     ) -> bool:
@@ -70,14 +114,14 @@ class Session:
                 self.world.run_threads()
             await run_for(60)
             engine.follow(request)
-            if request.is_ready:
+            if request.is_ready():
                 break
-        if not request.is_ready:
+        if not request.is_ready():
             return False
         if not engine.allocate_nowait(request, len(tokens)):
             engine.release(request, offload=False)
             return True
-        if not request.can_compute:
+        if not request.can_compute():
             return False
         engine.finish_forward(engine.begin_forward(request, on_stream=False))
         request.lease.commit(len(tokens))
@@ -183,7 +227,7 @@ class Session:
         assert not (ctx.charges or ctx.fetches or ctx.prefetches or ctx.waits or len(ctx.announcements))
         assert not ctx.tree.detached or self._detached_are_pinned()
         num_pins = len(rig.cache._movers.pins)
-        assert len(ctx.moves) == num_pins == rig.clock.pending
+        assert num_pins == rig.clock.pending and (num_pins or not ctx.moves)
 
     def _detached_are_pinned(self) -> bool:
         # A pin keeps what was doubted until its time is over.

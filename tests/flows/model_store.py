@@ -45,6 +45,7 @@ class ModelStore(StoreWrapper):
         faults: by verb, what goes wrong with the next call.
         oldest_weights: weights that objects may be of, at least.
         is_unclean: it was cleared in part only, so nobody may use it before it is cleared again.
+        num_late: calls that went on when the store was detached.
         num_running: calls that have not ended.
         num_faults: calls that went wrong.
         checked: objects whose bytes were compared already.
@@ -65,6 +66,7 @@ class ModelStore(StoreWrapper):
         self.is_away = False
         self.may_enter: int | None = 0
         self.is_lossy = False
+        self.num_late = 0
         self.num_running = 0
         self.num_faults = 0
         self.checked: dict[str, bytes] = {}
@@ -84,6 +86,7 @@ class ModelStore(StoreWrapper):
         waiting = [held for held in self.door if not held.answer.done()]
         if waiting:
             waiting[which % len(waiting)].answer.set_result(how)
+            self.num_late += self.is_away
 
     def open(self) -> None:
         """Hold nothing and do everything right from now on."""

@@ -79,9 +79,10 @@ class Call:
         """Raise what the call should not have raised."""
         if self.task.cancelled():
             assert self.is_cancelled, f"{self!r} was cancelled by nobody"
-        elif (error := self.task.exception()) is not None:
-            if not (isinstance(error, TimeoutError) and self.is_cancelled):
-                raise error
+        elif (error := self.task.exception()) is not None and not (
+            isinstance(error, TimeoutError) and self.is_cancelled
+        ):
+            raise error
 
 
 class World:
@@ -273,6 +274,7 @@ class World:
     def close(self) -> None:
         """Close the cache and check that nothing of it is left: no task, no timer, no hop."""
         rig = self.rig
+        self.seen["calls that ended when the store was gone"] += sum(store.num_late for store in self.stores)
 
         async def close() -> None:
             await self.driven(rig.cache.close())

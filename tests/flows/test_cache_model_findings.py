@@ -66,7 +66,11 @@ async def test_a_write_that_is_not_ready_when_its_store_goes_never_reaches_it(op
 async def test_an_idle_cache_comes_to_rest(open_cache: Opener) -> None:
     """Under write_back no copy ahead pushes out another one over and over while a request keeps host pages."""
     rig = await open_cache(
-        device_pages=12, host_pages=8, write_policy="write_back", write_back_low_water=0.5, store=MemoryStore()
+        device_pages=12,
+        host_pages=8,
+        write_policy="write_back",
+        write_back_low_water=0.5,
+        store=MemoryStore(),
     )
     await rig.put_in_store("uvwxyz")
     with rig.lease("uvwxyz") as lease:
