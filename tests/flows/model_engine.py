@@ -84,7 +84,8 @@ class Engine:
         assert result.stop is not Stop.COMPLETE or result.hit_tokens > 0
         world.model.unfulfilled += missing - result.fetched_tokens
         world.seen[f"prefetch {result.stop}"] += 1
-        if trouble == world.trouble and world.model.is_roomy:
+        is_leaving = any(call.name == "detach" for call in world.calls)
+        if trouble == world.trouble and world.model.is_roomy and not is_leaving:
             threshold = world.rig.ctx.config.effective_prefetch_threshold_tokens
             found = (stored - prefetch.start_page) * PAGE_TOKENS if missing >= threshold else 0
             assert result.hit_tokens >= found, "the store has more"

@@ -13,6 +13,8 @@ from tests.flows.model_store import FOREIGN_KEY, ModelStore
 from tests.flows.model_world import Call, World
 from tests.flows.rig import PAGE_TOKENS
 
+MAX_STORES = 3
+
 
 class Operator:
     """What ``cache.admin`` is asked for."""
@@ -39,12 +41,13 @@ class Operator:
     # Stores
 
     def attach(self, which: int, way: str) -> None:
-        """Attach one of the stores, an empty one where there is none to be had; not while one is cleared."""
+        """Attach one of the stores, or an empty one; not while one is cleared."""
         world = self.world
         if self.is_clearing:
             return
         clean = [store for store in world.stores if not store.is_unclean]
-        store = clean[which % len(clean)] if clean else world.new_store()
+        is_new = not clean or (len(clean) < MAX_STORES and which % 3 == 0)
+        store = world.new_store() if is_new else clean[which % len(clean)]
 
         async def attaching() -> None:
             before = self.attached
@@ -154,9 +157,9 @@ class Operator:
 
     def _cleared(self, store: ModelStore) -> None:
         assert set(store.objects) == {FOREIGN_KEY}, "a cleared store has something left"
-        assert self.attached is store
-        store.oldest_weights, store.may_enter = self.world.model.weights, None
-        store.is_unclean = store.is_lossy = False
+        store.oldest_weights, store.is_unclean, store.is_lossy = self.world.model.weights, False, False
+        if self.attached is store:
+            store.may_enter = None
 
     def _check_cleared(self, tier: Tier | None) -> None:
         held = look(self.world.rig.ctx.tree).values()

@@ -300,7 +300,7 @@ def test_cache_agrees_with_a_dictionary(logs: list[object]) -> None:
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(8))
 def test_cache_agrees_with_a_dictionary_for_long(logs: list[object], part: int) -> None:
     """So it does in two thousand longer lives."""
     check_against_a_dictionary(LONG)
