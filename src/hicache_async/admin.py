@@ -78,7 +78,7 @@ class Admin:
         """
         self._check()
         key, chain = checked_prompt(tokens, self._ctx.page_tokens, salt, adapter)
-        return await explain(self._ctx, key, chain, operator_pins=self._movers.pins.nodes)
+        return await explain(self._ctx, key, chain, operator_pins=self._movers.pins.kept)
 
     # Tiers and the store
 

@@ -14,8 +14,8 @@ from ..core.node import Node, TierCopy
 from ..core.tokens import TokenKey
 from ..core.walk import Match, common_nbytes, pages_off_device
 from ..explanation import Explanation, Keeper, MatchStop, PageExplanation, Place
-from ..types import Stop, Tier
-from .context import Context
+from ..types import Stop
+from .context import Context, Pinned
 from .forecast import foresee_fetch
 from .gates import Share, is_worth_fetching, outcome, refusal_to_ask
 from .hints import hints
@@ -23,7 +23,7 @@ from .survey import Survey
 
 
 async def explain(
-    ctx: Context, key: TokenKey, chain: HashChain, *, operator_pins: Collection[Node] = ()
+    ctx: Context, key: TokenKey, chain: HashChain, *, operator_pins: Collection[Pinned] = ()
 ) -> Explanation:
     """Say where each page of a prompt is, and why a match or a prefetch would end there now.
 
@@ -33,7 +33,7 @@ async def explain(
 
     Args:
         key, chain: the prompt, and what its page hashes depend on besides.
-        operator_pins: nodes that an operator keeps, once for each pin, to tell these from moves.
+        operator_pins: what an operator keeps, to tell it from what moves keep.
     Raises: ClosedError: the cache was closed. Nothing for the store, each of whose answers is waited for
         ``store_timeout_s`` at most.
     Cancellation: ends the questions, too.
@@ -49,7 +49,7 @@ async def explain(
         await survey.complete()
         ctx.check_open()
         survey.written = prompt.marked_pages() - marked
-    return _describe(prompt, survey, Counter(operator_pins))
+    return _describe(prompt, survey, operator_pins)
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class _Prompt:
         return MatchStop.NOT_CACHED
 
 
-def _describe(prompt: _Prompt, survey: Survey, operator_pins: Counter[Node]) -> Explanation:
+def _describe(prompt: _Prompt, survey: Survey, operator_pins: Collection[Pinned]) -> Explanation:
     # Sync: what is said of this process held at one moment.
     ctx = prompt.ctx
     match = prompt.match()
@@ -179,7 +179,7 @@ def _foresee_prefetch(prompt: _Prompt, match: Match, survey: Survey) -> tuple[in
 # Page by page
 
 
-def _pages(prompt: _Prompt, survey: Survey, operator_pins: Counter[Node]) -> tuple[PageExplanation, ...]:
+def _pages(prompt: _Prompt, survey: Survey, operator_pins: Collection[Pinned]) -> tuple[PageExplanation, ...]:
     ctx = prompt.ctx
     nodes, keys = prompt.nodes(), ctx.keys.keys(prompt.hashes)
     keepers = _keepers(ctx, prompt.whole().path, operator_pins)
@@ -221,13 +221,15 @@ def _place(copy: TierCopy) -> Place:
 
 
 def _keepers(
-    ctx: Context, path: Sequence[Node], operator_pins: Counter[Node]
+    ctx: Context, path: Sequence[Node], operator_pins: Collection[Pinned]
 ) -> dict[Node, tuple[Keeper, ...]]:
     # A pin keeps its node and all above it; most of those that keep a prefix are pins behind it.
-    moves = Counter((pinned.node, tier) for pinned in ctx.moves for tier in pinned.tiers)
+    operators = Counter(pinned.node for pinned in operator_pins)
+    moves = Counter(pinned.node for pinned in ctx.moves) - operators
+    pins = Counter(pinned.node for pinned in ctx.moves for _ in pinned.tiers)
     kept: dict[Node, set[Keeper]] = {node: set() for node in path}
     for node in path[0].subtree() if path else ():
-        above, keepers = node, _keepers_at(node, moves, operator_pins[node])
+        above, keepers = node, _keepers_at(node, pins[node], moves[node], operators[node])
         while keepers and above not in kept and above.parent is not None:
             above = above.parent
         if keepers:
@@ -237,12 +239,11 @@ def _keepers(
     return {node: tuple(sorted(keepers)) for node, keepers in kept.items()}
 
 
-def _keepers_at(node: Node, moves: Counter[tuple[Node, Tier]], num_operator_pins: int) -> set[Keeper]:
-    num_moves = moves[node, Tier.DEVICE] + moves[node, Tier.HOST]
+def _keepers_at(node: Node, num_pins: int, num_moves: int, num_operators: int) -> set[Keeper]:
     is_kept_by = {
-        Keeper.LEASE: node.device.pins + node.host.pins > num_moves,
-        Keeper.MOVE: num_moves > 0 or node.anchors > num_operator_pins,
-        Keeper.OPERATOR: num_operator_pins > 0,
+        Keeper.LEASE: node.device.pins + node.host.pins > num_pins,
+        Keeper.MOVE: num_moves > 0,
+        Keeper.OPERATOR: num_operators > 0,
         Keeper.CUT_OFF: node.detached_children > 0,
     }
     return {keeper for keeper, keeps in is_kept_by.items() if keeps}

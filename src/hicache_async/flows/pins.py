@@ -39,9 +39,9 @@ class Pins:
         return len(self._pins)
 
     @property
-    def nodes(self) -> list[Node]:
-        """The ends of what is pinned."""
-        return [pin.end for pin in self._pins.values()]
+    def kept(self) -> list[Pinned]:
+        """What all pins keep."""
+        return [kept for pin in self._pins.values() for kept in pin.kept]
 
     def pin(self, key: TokenKey, chain: HashChain, ttl_s: float) -> int:
         """Keep what is local of the whole pages of ``key``, anew for ``ttl_s``; returns how many tokens that is."""
