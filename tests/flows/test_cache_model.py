@@ -302,5 +302,5 @@ def test_cache_agrees_with_a_dictionary(logs: list[object]) -> None:
 @pytest.mark.stress
 @pytest.mark.parametrize("part", range(8))
 def test_cache_agrees_with_a_dictionary_for_long(logs: list[object], part: int) -> None:
-    """So it does in two thousand longer lives."""
+    """So it does in two thousand lives."""
     check_against_a_dictionary(LONG)
