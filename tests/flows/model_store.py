@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -46,7 +45,7 @@ class ModelStore(StoreWrapper):
         faults: by verb, what goes wrong with the next call.
         oldest_weights: weights that objects may be of, at least.
         is_unclean: it was cleared in part only, so nobody may use it before it is cleared again.
-        seen: what has happened, by name.
+        num_late: calls that went on when the store was detached.
         num_running: calls that have not ended.
         num_faults: calls that went wrong.
         checked: objects whose bytes were compared already.
@@ -67,7 +66,7 @@ class ModelStore(StoreWrapper):
         self.is_away = False
         self.may_enter: int | None = 0
         self.is_lossy = False
-        self.seen: Counter[str] = Counter()
+        self.num_late = 0
         self.num_running = 0
         self.num_faults = 0
         self.checked: dict[str, bytes] = {}
@@ -87,6 +86,7 @@ class ModelStore(StoreWrapper):
         waiting = [held for held in self.door if not held.answer.done()]
         if waiting:
             waiting[which % len(waiting)].answer.set_result(how)
+            self.num_late += self.is_away
 
     def open(self) -> None:
         """Hold nothing and do everything right from now on."""
@@ -136,7 +136,6 @@ class ModelStore(StoreWrapper):
             self.num_running -= 1
 
     async def _wait_at_door(self, verb: str, stop: StopToken) -> str:
-        self.seen[f"held {verb}"] += 1
         held = Held(verb, asyncio.get_running_loop().create_future())
         self.door.append(held)
         stop.job_started()
@@ -148,10 +147,6 @@ class ModelStore(StoreWrapper):
 
     async def _answered(self, verb: str, limit: int, call: Call, stop: StopToken, how: str) -> object:
         self.num_faults += bool(how)
-        if how:
-            self.seen[f"fault {how} of {verb}"] += 1
-        if self.is_away:
-            self.seen[f"late {verb}"] += 1
         match how:
             case "raise":
                 raise OSError(f"no {verb} today")
