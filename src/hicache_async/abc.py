@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from .errors import ConsensusError
 from .types import Pages, StopToken
 
 if TYPE_CHECKING:
@@ -146,17 +147,40 @@ class SupportsListing(Protocol):
 
 
 class Ranks(Protocol):
-    """A group of processes that agree on outcomes by element-wise MIN."""
+    """A group of processes that agree on outcomes by element-wise MIN. All of it on the cache's loop.
+
+    Two orders hold on every rank, and the cache builds on them: votes are counted in the order in which
+    this rank cast them, and results are delivered in the order in which the group settled them; a caller
+    of :meth:`agree` goes on before the caller of any ticket that settled later does.
+    """
 
     rank: int
     size: int
 
+    def cast(self, ticket: bytes, vote: Sequence[int]) -> None:
+        """Vote without waiting. The first vote of this rank for a ticket counts, later ones do nothing.
+
+        Args:
+            ticket: 16 bytes, the same on every rank.
+            vote: 1 to 8 integers, 0 .. 2**63-1, as many on every rank. Zeros alone settle the ticket at
+                once; so does, at zeros, a rank that is mute and has not voted.
+        Never raises for the group's state: a lost group takes votes and does nothing with them.
+        """
+        ...
+
     async def agree(self, ticket: bytes, vote: Sequence[int]) -> Sequence[int]:
-        """Return the element-wise MIN of all ranks' votes for ``ticket``; up to 8 int64."""
+        """Cast ``vote`` before the first suspension, and return the element-wise MIN of all ranks' votes.
+
+        Raises: ConsensusError: a rank was lost. Cancellation: ends the wait; the vote stands.
+        """
+        ...
+
+    def when_lost(self, callback: Callable[[ConsensusError], None]) -> None:
+        """Call ``callback`` once a rank is lost, before any waiter hears of it; at once if one has been."""
         ...
 
     async def aclose(self) -> None:
-        """Leave the group."""
+        """Leave the group: the others count this rank as voting zeros from then on."""
         ...
 
 

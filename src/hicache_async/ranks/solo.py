@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from ..errors import ConsensusError
 
 
 class SoloRanks:
@@ -11,9 +13,15 @@ class SoloRanks:
     rank: int = 0
     size: int = 1
 
+    def cast(self, ticket: bytes, vote: Sequence[int]) -> None:
+        """Do nothing: nobody else waits for it."""
+
     async def agree(self, ticket: bytes, vote: Sequence[int]) -> Sequence[int]:
         """Return ``vote``, without giving up the loop."""
         return tuple(vote)
+
+    def when_lost(self, callback: Callable[[ConsensusError], None]) -> None:
+        """Do nothing: there is nobody to lose."""
 
     async def aclose(self) -> None:
         """Do nothing: there is nobody to leave."""
