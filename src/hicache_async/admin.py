@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 
 from ._fence import resolve
 from ._log import logger
 from .abc import Store
 from .assembly import Owned
 from .checks import checked_prompt, checked_seconds
-from .core.clear import clear_all, clear_tier
+from .core.clear import clear_tier
 from .core.tokens import TokenKey
 from .errors import ConfigError
 from .explanation import Explanation
@@ -174,23 +175,38 @@ class Admin:
             self._check()
             wipes = tier in (None, Tier.STORE) and self._attachment.store is not None
             if wipes:
-                # The store first, and what is here in the same step: otherwise a prefetch would bring the
-                # old back, or a backup carry it down again. The objects last, when no write can follow.
                 self._attachment.check_clearable()
-                self._attachment.suspend()
-            num_pages = self._clear_here(None if tier is None else Tier(tier))
+            async with self._nothing_offered():
+                if wipes:
+                    # The store first, and what is here in the same step: otherwise a prefetch would bring the
+                    # old back, or a backup carry it down again. The objects last, when no write can follow.
+                    self._attachment.suspend()
+                num_pages = self._clear_here(None if tier is None else Tier(tier))
             num_objects = await self._attachment.wipe() if wipes else 0
             logger.info("cache.cleared", tier=tier or "all", pages=num_pages, objects=num_objects)
+
+    @contextlib.asynccontextmanager
+    async def _nothing_offered(self) -> AsyncIterator[None]:
+        # What loads have offered the other ranks must stay true until that is settled. Meanwhile nothing new is
+        # offered, rather than waited with: so this ends, and no rank waits for another here.
+        ctx = self._ctx
+        ctx.offers_nothing = True
+        try:
+            while ctx.votes:
+                await asyncio.wait(set(ctx.votes))
+                self._check()
+            yield
+        finally:
+            ctx.offers_nothing = False
 
     def _clear_here(self, tier: Tier | None) -> int:
         ctx = self._ctx
         if tier is Tier.STORE or ctx.state is State.FAILED:  # a tree in doubt is matched by nobody
             return 0
-        self._movers.pins.drop_all()
         if tier is None:
-            num_pages = clear_all(ctx.tree)
-        else:
-            num_pages = clear_tier(ctx.tree, tier, ctx.device_pool if tier is Tier.DEVICE else ctx.host_pool)
+            return self._movers.forget()
+        self._movers.pins.drop_all()
+        num_pages = clear_tier(ctx.tree, tier, ctx.device_pool if tier is Tier.DEVICE else ctx.host_pool)
         ctx.room.dropped_pages["cleared"] += num_pages
         self._movers.released()
         return num_pages

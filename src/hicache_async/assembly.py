@@ -160,6 +160,7 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
     ranks = parts.ranks
     if ranks is None:
         ranks = owned.ranks = SoloRanks()
+    check_group(config, ranks)
     buffer = await device.host_buffer(HostArena.nbytes_needed(kv, num_host_pages))
     arena = HostArena(kv, config.host_layout, num_host_pages, buffer)
     pools = {
@@ -207,6 +208,19 @@ def check_fit(config: CacheConfig, kv: DeviceKV) -> None:
         )
     if config.key_scheme is not KeyScheme.RANK_SUFFIX:
         raise ConfigError(f"key_scheme is {config.key_scheme}; only {KeyScheme.RANK_SUFFIX} is available")
+
+
+def check_group(config: CacheConfig, ranks: Ranks) -> None:
+    """Raise ConfigError unless ``config`` says where this rank of the group stands.
+
+    A group whose members call themselves the only one would store different bytes under one name.
+    """
+    if ranks.size == 1 or (ranks.size, ranks.rank) == (config.group_size, config.group_rank):
+        return
+    raise ConfigError(
+        f"ranks is rank {ranks.rank} of {ranks.size}, but the config's grid makes this rank {config.group_rank} "
+        f"of {config.group_size}; set tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size"
+    )
 
 
 def namespace_of(config: CacheConfig, kv: DeviceKV) -> Namespace:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
+from typing import cast
 
 import anyio
 
@@ -18,10 +19,10 @@ from .abc import Clock, Device, DevicePool, Fence, HostFence, Ranks, Store
 from .admin import Admin
 from .assembly import Owned, Parts, assemble
 from .checks import checked_count, checked_priority, checked_prompt
-from .config import CacheConfig
+from .config import CacheConfig, RankLoss
 from .core.holding import Holding
 from .core.tokens import TokenKey
-from .errors import CapacityError, ClosedError, ConfigError, WrongLoopError
+from .errors import CapacityError, ClosedError, ConfigError, ConsensusError, WrongLoopError
 from .flows.audit import audit
 from .flows.context import Context
 from .flows.movers import Movers
@@ -47,10 +48,10 @@ class HiCache:
         self._parts = parts
         self._leases: dict[PrefixLease, Holding] = {}
         self._sequences: dict[str, int] = {}
-        self._loaded: list[PrefixLease] = []
-        self._step_number = 0
         self._pid = os.getpid()
         self._closed: asyncio.Future[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        """Closes the cache after the loss of a rank."""
         self._ctx: Context
         self._owned: Owned
         self._movers: Movers
@@ -145,7 +146,6 @@ class HiCache:
             request_id,
             sequence,
             check=self._check,
-            on_loaded=self._remember_loaded,
             on_released=self._forget,
         )
         self._leases[lease] = holding
@@ -166,32 +166,25 @@ class HiCache:
             del self._sequences[next(iter(self._sequences))]
         return sequence
 
-    def _remember_loaded(self, lease: PrefixLease) -> None:
-        self._loaded.append(lease)
-
     def _forget(self, lease: PrefixLease) -> None:
         del self._leases[lease]
-        if lease in self._loaded:
-            self._loaded.remove(lease)
 
     # Steps
 
     async def begin_step(self, num_pages: int = 0) -> StepGrant:
         """Say which loads may enter the next step and how many pages every rank can grant.
 
-        Never raises for room.
+        Every rank calls it once a step. Never raises for room.
 
         Args:
             num_pages: device pages wanted for this step's ``allocate``.
+        Raises: ConsensusError: a rank was lost. Run nothing that was agreed upon with it; the next call serves
+            without reuse, or raises ClosedError, as ``on_rank_loss`` says.
+        Cancellation: the next call gets what this one would have got.
         """
         self._check_open()
-        granted = self._movers.device_room.grant_step(checked_count("num_pages", num_pages))
-        self._step_number += 1
-        ticket = b"step" + self._step_number.to_bytes(12, "little")
-        agreed = await self._ctx.ranks.agree(ticket, (len(self._loaded), granted))
-        num_loaded, num_pages = int(agreed[0]), int(agreed[1])
-        loaded, self._loaded = tuple(self._loaded[:num_loaded]), self._loaded[num_loaded:]
-        return StepGrant(num_pages, loaded)
+        pages, entered = await self._movers.steps.begin(checked_count("num_pages", num_pages))
+        return StepGrant(pages, cast("tuple[PrefixLease, ...]", tuple(entered)))
 
     def step(self, batch: StepBatch) -> StepResult:
         """Do what a step has brought, sync, in the order commit, extend, discard, release, allocate.
@@ -301,6 +294,18 @@ class HiCache:
         self._movers = Movers(self._ctx, self._leases.values)
         self.admin = Admin(self._ctx, self._movers, self._check_open, self._owned)
         self._ctx.spawn(self._movers.backups.run(), "backups")
+        self._ctx.ranks.when_lost(self._rank_lost)
+
+    def _rank_lost(self, error: ConsensusError) -> None:
+        # What is cached may not be what the others think it is: it is matched no more, and its room is free.
+        ctx = self._ctx
+        if ctx.state is State.CLOSED:
+            return
+        ctx.lose_ranks(error)
+        if ctx.state is not State.FAILED:
+            self._movers.forget()
+        if ctx.config.on_rank_loss is RankLoss.CLOSE and self._closed is None:
+            self._closing = ctx.loop.create_task(self.close(), name="hicache:close")
 
     def _pump(self) -> None:
         self._movers.device_room.pump()

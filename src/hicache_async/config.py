@@ -242,9 +242,19 @@ class CacheConfig:
         return cls(**known)  # type: ignore[arg-type]
 
     @property
+    def group_size(self) -> int:
+        """Ranks of the whole grid, which agree as one flat group."""
+        return self.tp_size * self.pp_size * self.cp_size
+
+    @property
+    def group_rank(self) -> int:
+        """Where this process stands among them; tp varies fastest, then cp, then pp."""
+        return (self.pp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
+
+    @property
     def effective_ranks_on_host(self) -> int:
         """Ranks that share this machine's memory."""
-        return self.ranks_on_host or self.tp_size * self.pp_size * self.cp_size
+        return self.ranks_on_host or self.group_size
 
     @property
     def effective_prefetch_threshold_tokens(self) -> int:

@@ -21,10 +21,11 @@ from ._fence import ThreadFence
 from .abc import Fence
 from .checks import check_commit, check_discard, check_fence, check_live, check_loaded, checked_count
 from .config import PrefetchPolicy
+from .core.announcements import Claim
 from .core.holding import Holding
 from .core.tokens import TokenKey, token_bytes
 from .errors import ConfigError, LeaseError
-from .flows.load import Loading, missing_hashes
+from .flows.load import Loading
 from .flows.movers import Movers
 from .flows.prefetch import Prefetch
 from .types import Books, Pages, PrefetchResult, State, Tokens
@@ -67,7 +68,7 @@ class PrefixLease:
     """
 
     __slots__ = (
-        "_announced", "_books", "_check", "_holding", "_is_kept", "_load_called", "_movers", "_on_loaded",
+        "_announce_end", "_books", "_check", "_claim", "_holding", "_is_kept", "_load_called", "_movers",
         "_on_released", "_prefetch", "_sequence", "device_tokens", "local_tokens",
         "request_id",
     )  # fmt: skip
@@ -80,7 +81,6 @@ class PrefixLease:
         sequence: int,
         *,
         check: Callable[[], None],
-        on_loaded: Callable[[PrefixLease], None],
         on_released: Callable[[PrefixLease], None],
     ) -> None:
         self._movers = movers
@@ -88,12 +88,12 @@ class PrefixLease:
         self.request_id = request_id
         self._sequence = sequence
         self._check = check
-        self._on_loaded = on_loaded
         self._on_released = on_released
         self._prefetch: Prefetch | None = None
         self._load_called = False
         self._is_kept = False
-        self._announced: dict[int, bytes] = {}
+        self._claim = Claim(movers.ctx.announcements, holding)
+        self._announce_end = 0
         self._books = Books(holding.length, 0, 0, 0, holding.length)
         self.device_tokens = self.local_tokens = 0
         if movers.ctx.reuses:
@@ -143,8 +143,11 @@ class PrefixLease:
         ctx = self._movers.ctx
         if self._holding.released or not ctx.reuses:
             return 0
-        missing = missing_hashes(self._holding)
-        return ctx.announcements.pending(self, missing) * ctx.page_tokens
+        if ctx.ranks.size > 1 and self._holding.loaded:  # from where all ranks compute
+            first_page = self.local_tokens // ctx.page_tokens
+        else:
+            first_page = self._holding.match().local_pages
+        return self._claim.pending_pages(first_page) * ctx.page_tokens
 
     # Bringing the prefix
 
@@ -208,26 +211,28 @@ class PrefixLease:
         if self._prefetch is not None:
             await self._prefetch.settled()
             self._check_live()
-        if wait_pending and movers.ctx.ranks.size == 1:
-            await movers.loads.wait_pending(holding, self)
-        self._announce(total)
-        loading = await movers.loads.load(holding, total, self._ticket(b"ready"), priority=priority)
+        end_page = min(total, holding.length) // movers.ctx.page_tokens
+        if movers.ctx.ranks.size == 1:
+            if wait_pending:
+                await movers.loads.wait_pending(holding, self._claim)
+            if movers.ctx.reuses:
+                # All that is cached, the last page of a prompt of whole pages too, which a match leaves out:
+                # this request computes it again, but nobody has to wait for that.
+                self._claim.announce(holding.match(end_page).local_pages, end_page)
+        ticket = self._ticket(b"ready")
+        loading, step = await movers.loads.load(
+            holding, total, ticket, priority=priority, step=movers.steps.vote
+        )
         self._loaded(loading)
+        self._announce_end = end_page
+        movers.steps.returned(self, step, ticket, self._enter_step)
         return loading
 
-    def _announce(self, total_tokens: int) -> None:
-        ctx, holding = self._movers.ctx, self._holding
-        if not ctx.reuses:
-            return
-        end_page = min(total_tokens, holding.length) // ctx.page_tokens
-        # All that is cached, the last page of a prompt of whole pages too, which a match leaves out:
-        # this request computes it again, but nobody has to wait for that.
-        local_pages = holding.match(end_page).local_pages
-        hashes = holding.hashes(end_page)
-        mine = set(ctx.announcements.announce(self, hashes[local_pages:end_page]))
-        self._announced = {
-            page: hashes[page] for page in range(local_pages, end_page) if hashes[page] in mine
-        }
+    def _enter_step(self) -> None:
+        # Announcements count from what is agreed, and are made in the order agreed: so every rank makes the same.
+        ctx = self._movers.ctx
+        if ctx.ranks.size > 1 and ctx.reuses:
+            self._claim.announce(self.local_tokens // ctx.page_tokens, self._announce_end)
 
     def _loaded(self, loading: Loading) -> None:
         ctx, holding = self._movers.ctx, self._holding
@@ -239,7 +244,6 @@ class PrefixLease:
         self.device_tokens = self.local_tokens = loading.tokens
         if holding.device_end is not None and ctx.reuses:
             self._movers.back_up(holding.device_end)
-        self._on_loaded(self)
 
     def _balance(self, loading: Loading) -> Books:
         # What was fetched for this lease is the store's, whoever loaded it; what else is loaded, the host's.
@@ -310,15 +314,8 @@ class PrefixLease:
         if ready and holding.committed_pages > start:
             self._movers.hold(end, fence)
         self._movers.committed(holding)
-        self._end_announcements(start, holding.committed_pages)
+        self._claim.committed(start, holding.committed_pages)
         return holding.committed_pages * ctx.page_tokens
-
-    def _end_announcements(self, start_page: int, end_page: int) -> None:
-        if self._announced:
-            ended = [
-                self._announced.pop(page) for page in range(start_page, end_page) if page in self._announced
-            ]
-            self._movers.ctx.announcements.end(ended)
 
     def discard(self, from_token: int, *, after: Fence | None = None) -> None:
         """Forget tokens from ``from_token`` on (rejected speculation) and give their pages back.
@@ -368,10 +365,20 @@ class PrefixLease:
         if end is not None and ctx.reuses and not fence.passed():
             self._movers.hold(end, fence)
         holding.release(fence, unpin=ctx.state is not State.FAILED)
-        ctx.announcements.end(list(self._announced.values()))
-        self._announced.clear()
+        self._claim.end()
+        self._settle_votes()
+        self._movers.steps.forget(self)
         self._on_released(self)
         self._movers.released()
+
+    def _settle_votes(self) -> None:
+        # The other ranks may wait for what this one has not said and never will.
+        ctx = self._movers.ctx
+        if ctx.ranks.size == 1 or ctx.ranks_lost is not None or self._holding.loaded:
+            return
+        if self._prefetch is None:
+            ctx.ranks.cast(self._ticket(b"plan"), (0,))
+        ctx.ranks.cast(self._ticket(b"ready"), (0, 0, 0))
 
     # Checks
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from .holding import Holding
+
 
 @dataclass(slots=True, eq=False)
 class _Announcement:
@@ -63,3 +65,36 @@ class Announcements:
                 break
             last = announcement
         last.waiters.append(callback)
+
+
+class Claim:
+    """What one request has announced, page by page."""
+
+    __slots__ = ("_all", "_holding", "_open")
+
+    def __init__(self, announcements: Announcements, holding: Holding) -> None:
+        self._all = announcements
+        self._holding = holding
+        self._open: dict[int, bytes] = {}
+
+    def announce(self, start_page: int, end_page: int) -> None:
+        """Announce those of pages ``[start_page, end_page)`` that nobody has announced."""
+        hashes = self._holding.hashes(end_page)
+        mine = set(self._all.announce(self, hashes[start_page:end_page]))
+        self._open = {page: hashes[page] for page in range(start_page, end_page) if hashes[page] in mine}
+
+    def pending_pages(self, start_page: int) -> int:
+        """Return how many pages from ``start_page`` on, of those it could reuse, others have announced."""
+        limit = self._holding.limit_pages
+        return self._all.pending(self, self._holding.hashes(limit)[start_page:limit])
+
+    def committed(self, start_page: int, end_page: int) -> None:
+        """End what was announced of pages ``[start_page, end_page)``."""
+        if self._open:
+            pages = range(start_page, end_page)
+            self._all.end([self._open.pop(page) for page in pages if page in self._open])
+
+    def end(self) -> None:
+        """End all of it: the request has gone."""
+        self._all.end(list(self._open.values()))
+        self._open.clear()

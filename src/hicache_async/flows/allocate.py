@@ -12,7 +12,7 @@ from ..core.holding import Holding
 from ..core.page_table import PageTable
 from ..core.pool import NO_PAGES, Grant, Owner
 from ..errors import CapacityError
-from ..types import Tier
+from ..types import State, Tier
 from .context import Context
 from .offload import Offloads
 
@@ -56,13 +56,13 @@ class DeviceRoom:
             plan = ctx.room.plan_room(Tier.DEVICE, num_pages)
             self._offloads.submit_evictions(plan.moves)
             available = ctx.device_pool.available(fenced=True)
-        elif available < num_pages:
+        elif available < num_pages and ctx.state is State.FAILED:
             self._reclaim()
             available = ctx.device_pool.available(fenced=True)
         return ctx.device_pool.take(min(num_pages, available), Owner.LEASE, fenced=True)
 
     def _reclaim(self) -> None:
-        # Without reuse nobody will ever match what the tree holds. Who might still read it is not to be asked of
+        # Nobody will ever match what the tree holds. Who might still read it is not to be asked of
         # a tree in doubt: so its pages come back when no request holds any and no copy runs.
         pool = self._ctx.device_pool
         if not self._is_moving() and not any(holding.table.pages.size for holding in self._holdings()):
@@ -94,18 +94,27 @@ class DeviceRoom:
         self.step.reserve(self.grant(num_pages))
         return len(self.step.reserved)
 
+    def trim_step(self, num_pages: int) -> None:
+        """Give back what the step was granted here beyond what every rank can grant."""
+        if num_pages < len(self.step.reserved):
+            self.step.free_reserved(keep_pages=num_pages)
+            self.pump()
+
     def ensure(self, holding: Holding, total_pages: int, *, in_step: bool = False) -> None:
         """Fill the reserve so that ``holding`` can hold ``total_pages``.
 
         Args:
-            in_step: whether pages of the step may be used; they are used first.
+            in_step: whether pages of the step may be used; they are used first, and with other ranks no
+                others, for these might have none.
         Raises: CapacityError: there is no room; nothing is taken.
         """
         missing = holding.table.missing_pages(total_pages)
         from_step = min(missing, len(self.step.reserved)) if in_step else 0
         missing -= from_step
         ctx = self._ctx
-        grant = self.grant(missing) if 0 < missing <= ctx.device_pool.capacity else Grant(NO_PAGES)
+        agreed_only = in_step and ctx.ranks.size > 1 and ctx.ranks_lost is None
+        may_have = 0 < missing <= ctx.device_pool.capacity and not agreed_only
+        grant = self.grant(missing) if may_have else Grant(NO_PAGES)
         if len(grant.pages) < missing:
             got = len(grant.pages)
             self._give_back(grant)

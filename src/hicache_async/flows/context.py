@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -19,7 +19,7 @@ from ..core.node import Node
 from ..core.pool import PagePool
 from ..core.room import Room
 from ..core.tree import PrefixTree
-from ..errors import ClosedError, InvariantError
+from ..errors import ClosedError, ConsensusError, InvariantError
 from ..kv_events import KVEvents
 from ..memory.device_kv import DeviceKV
 from ..memory.host import HostArena
@@ -58,6 +58,9 @@ class Context:
         hop_pages: host pages that running reads may still be writing.
         moves: what running moves, and operators, have pinned.
         waits, prefetches: what a failure or close has to end.
+        ranks_lost: why the group of ranks is no more.
+        votes: loads whose offer to the other ranks is out and not settled yet: it must stay true.
+        offers_nothing: a tier is about to be cleared, so loads offer nothing of what is cached.
     """
 
     config: CacheConfig
@@ -79,6 +82,7 @@ class Context:
     announcements: Announcements = field(default_factory=Announcements)
     state: State = State.OPEN
     failure: BaseException | None = None
+    ranks_lost: ConsensusError | None = None
     prefetch_pages: int = 0
     fetches: dict[bytes, Fetch] = field(default_factory=dict)
     charges: set[Charge] = field(default_factory=set)
@@ -88,6 +92,8 @@ class Context:
     closing: bool = False
     waits: dict[asyncio.Future[None], None] = field(default_factory=dict)
     prefetches: set[Prefetch] = field(default_factory=set)
+    votes: set[asyncio.Future[None]] = field(default_factory=set)
+    offers_nothing: bool = False
     hops: HopRegistry = field(init=False)
 
     def __post_init__(self) -> None:
@@ -162,6 +168,26 @@ class Context:
         logger.error("cache.failed", error=repr(error), exc_info=error)
         self.wake_all()
 
+    async def agree(self, ticket: bytes, vote: Sequence[int]) -> Sequence[int] | None:
+        """Agree with the other ranks; None: one of them was lost."""
+        try:
+            return await self.ranks.agree(ticket, vote)
+        except ConsensusError as lost:
+            self.lose_ranks(lost)  # those who were told first have mostly done that
+            return None
+
+    def lose_ranks(self, error: ConsensusError) -> None:
+        """Record that what was agreed can no longer be trusted: from now on nothing is matched or kept."""
+        if self.ranks_lost is not None:
+            return
+        self.ranks_lost = error
+        self.metrics.counters["ranks_lost"] += 1
+        logger.error("ranks.lost", error=str(error), on_rank_loss=self.config.on_rank_loss.value)
+        if self.state is State.OPEN:
+            self.state = State.NO_REUSE
+            self.events.end()
+        self.wake_all()
+
     async def until(self, future: asyncio.Future[None]) -> None:
         """Wait for what others do, but not beyond a failure or close: look at the state afterwards.
 
@@ -191,6 +217,13 @@ class Context:
         error = InvariantError(f"the cache has failed and serves without reuse: {self.failure!r}")
         error.__cause__ = self.failure
         return error
+
+
+def consensus_error(lost: ConsensusError | None) -> ConsensusError:
+    """Return what those get who waited for an agreement when a rank was lost."""
+    error = ConsensusError(f"{lost}; run no step that was agreed upon with it")
+    error.__cause__ = lost
+    return error
 
 
 async def settled_within(clock: Clock, future: asyncio.Future[None], timeout_s: float) -> bool:

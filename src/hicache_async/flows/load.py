@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,9 +16,10 @@ from ..core.holding import Holding
 from ..core.node import Node, pages_of
 from ..core.pool import Owner
 from ..core.walk import Match
-from ..types import Pages, Tier
+from ..errors import ConsensusError
+from ..types import Pages, State, Tier
 from .allocate import DeviceRoom
-from .context import Context, Pinned
+from .context import Context, Pinned, consensus_error
 from .readiness import open_fences, settle_ready, wait_fence
 
 
@@ -139,15 +140,25 @@ class Loads:
             await ctx.until(ended)
             holding.check_live()
 
-    async def load(self, holding: Holding, total_tokens: int, ticket: bytes, *, priority: int) -> Loading:
+    async def load(
+        self, holding: Holding, total_tokens: int, ticket: bytes, *, priority: int, step: Callable[[], int]
+    ) -> tuple[Loading, int]:
         """Bring what is local to the device and reserve room up to ``total_tokens``.
 
         Never raises for room: what cannot be placed is left out and counted.
+
+        Args:
+            step: what this rank votes for as the step at which the load enters.
+        Returns: the loading, and what was agreed about its step.
+        Raises: ConsensusError: a rank was lost, or this rank cannot give what it offered.
         Ownership: the copy's target pages are the tree's at once, behind its fences.
-        Cancellation: before the agreement nothing is moved; what is reserved stays with the lease.
+        Cancellation: before the agreement nothing is moved; what is reserved stays with the lease, and
+            the other ranks get a vote of zeros.
         """
         ctx = self._ctx
-        slot = ctx.reuses and self._host_pages(holding.match()) > 0
+        # Ranks take up their loads in orders of their own: one that held a slot until the others have
+        # voted would wait for those that wait for a slot there.
+        slot = ctx.ranks.size == 1 and ctx.reuses and self._host_pages(holding.match()) > 0
         if slot:
             await self._slots.take(priority)
         placed: _Placed | None = None
@@ -155,19 +166,41 @@ class Loads:
             holding.check_live()
             placed = self._pin(holding)
             await self._make_room(holding, placed, total_tokens)
-            tokens = placed.end_page * ctx.page_tokens
-            room = (placed.device_pages + len(holding.table.reserved)) * ctx.page_tokens
-            reserved = max(0, min(total_tokens, room) - tokens)
-            agreed = await ctx.ranks.agree(ticket, (tokens, reserved))
+            offer = self._offer(holding, placed, total_tokens)
+            agreed = await self._agree(ticket, (*offer, step()))
             holding.check_live()
             loading = self._submit(holding, placed, int(agreed[0]), int(agreed[1]), slot=slot)
             slot = False
-            return loading
+            return loading, int(agreed[2])
         finally:
             if placed is not None and placed.host_pinned is not None:
                 ctx.unpin(placed.host_pinned)
             if slot:
                 self._slots.give_back()
+
+    def _offer(self, holding: Holding, placed: _Placed, total_tokens: int) -> tuple[int, int]:
+        # The tokens that can be served here, and the room beyond.
+        ctx = self._ctx
+        if ctx.offers_nothing:
+            placed.device_pages = placed.end_page = 0
+        room = (placed.device_pages + len(holding.table.reserved)) * ctx.page_tokens
+        tokens = placed.end_page * ctx.page_tokens
+        return tokens, max(0, min(total_tokens, room) - tokens)
+
+    async def _agree(self, ticket: bytes, offer: Sequence[int]) -> Sequence[int]:
+        ctx = self._ctx
+        if ctx.ranks_lost is not None or ctx.ranks.size == 1:
+            return offer
+        settled: asyncio.Future[None] = ctx.loop.create_future()
+        ctx.votes.add(settled)
+        try:
+            agreed = await ctx.agree(ticket, offer)
+        finally:
+            ctx.votes.discard(settled)
+            settled.set_result(None)
+        if agreed is None:
+            raise consensus_error(ctx.ranks_lost)
+        return agreed
 
     def _host_pages(self, match: Match) -> int:
         num_pages = match.local_pages - match.device_pages
@@ -213,12 +246,14 @@ class Loads:
         if (device_end := holding.device_end) is not None:
             match = holding.match()
             end_page = min(end_page, match.local_pages if device_end.attached else 0)
+            self._check_promise(tokens, end_page)
             tokens = end_page * ctx.page_tokens  # less where a tier was cleared while this waited
             end = tree.cut(match, end_page)
             nodes = [node for node in end.path() if node.device.pages is None]
             copies = bool(nodes) and self._copy(holding, nodes, slot=slot)
             loaded_tokens = sum(node.num_pages for node in nodes) * ctx.page_tokens
             if nodes and not copies:
+                self._check_promise(tokens, placed.device_pages)
                 end, end_page, loaded_tokens = device_end, placed.device_pages, 0
                 tokens = end_page * ctx.page_tokens
             tree.pin(Tier.DEVICE, end)
@@ -235,6 +270,21 @@ class Loads:
             if ready and not any(ready is known for known in fences):
                 fences.append(ready)
         return Loading(tokens, reserved_tokens, holding.table.pages.copy(), loaded_tokens, ctx, fences)
+
+    def _check_promise(self, agreed_tokens: int, end_page: int) -> None:
+        # What the other ranks compute from is agreed: a rank that has less of it now cannot go on with them.
+        ctx = self._ctx
+        if ctx.ranks.size == 1 or ctx.ranks_lost is not None or end_page * ctx.page_tokens >= agreed_tokens:
+            return
+        if ctx.state is State.FAILED:
+            raise ctx.invariant_error()
+        ctx.lose_ranks(
+            ConsensusError(
+                f"rank {ctx.ranks.rank} has offered {agreed_tokens} tokens and has lost all but "
+                f"{end_page * ctx.page_tokens} of them to a failed copy or forward"
+            )
+        )
+        raise consensus_error(ctx.ranks_lost)
 
     def _copy(self, holding: Holding, nodes: Sequence[Node], *, slot: bool) -> bool:
         ctx, tree = self._ctx, self._ctx.tree

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from .._hop import Hop
 from ..abc import Fence
+from ..core.clear import clear_all
 from ..core.holding import Holding
 from ..core.node import Node
 from ..core.write_policy import ENOUGH_COMMITS, MIN_COMMITS
@@ -19,6 +20,7 @@ from .load import Loads
 from .offload import Offloads
 from .pins import Pins
 from .readiness import awaits_engine, hold_until
+from .steps import Steps
 from .write_down import write_down
 
 
@@ -35,6 +37,7 @@ class Movers:
         self.offloads = Offloads(ctx, self._offload_over)
         self.device_room = DeviceRoom(ctx, self.offloads, holdings)
         self.loads = Loads(ctx, self.device_room)
+        self.steps = Steps(ctx, self.device_room)
         self.pins = Pins(ctx, self.offloads)
         self._cleaner = Cleaner(ctx, self.offloads)
         self._forwards: set[Hop[None]] = set()
@@ -93,6 +96,14 @@ class Movers:
             if self.backups.is_due(node):
                 self.backups.request(node)
                 return
+
+    def forget(self) -> int:
+        """Cut all that is cached off from matching, operator's pins included; returns how many pages of prefix went."""
+        self.pins.drop_all()
+        num_pages = clear_all(self.ctx.tree)
+        self.ctx.room.dropped_pages["cleared"] += num_pages
+        self.released()
+        return num_pages
 
     async def flush(self, tier: Tier) -> None:
         """Return when what moves down now has reached ``tier`` or was given up; what comes later is not waited for."""
