@@ -152,8 +152,8 @@ class Loads:
         Returns: the loading, and what was agreed about its step.
         Raises: ConsensusError: a rank was lost, or this rank cannot give what it offered.
         Ownership: the copy's target pages are the tree's at once, behind its fences.
-        Cancellation: before the agreement nothing is moved; what is reserved stays with the lease, and
-            the other ranks get a vote of zeros.
+        Cancellation: before the agreement nothing is moved; what is reserved stays with the lease, whose
+            release tells the other ranks.
         """
         ctx = self._ctx
         # Ranks take up their loads in orders of their own: one that held a slot until the others have
