@@ -118,6 +118,7 @@ class Operator:
                 store.is_unclean = True
             try:
                 await world.rig.cache.admin.clear(tier)
+                self._let_pins_go(tier)  # it may have waited for its turn, and pins were made meanwhile
             except StoreUnavailable:
                 assert store is not None
                 world.seen["clears that failed"] += 1
@@ -129,6 +130,10 @@ class Operator:
         # Behind the first step of the task, and before anybody whom it wakes.
         world.loop.call_soon(lambda: noted and self._check_cleared(tier))
 
+    def _let_pins_go(self, tier: Tier | None) -> None:
+        if tier is not Tier.STORE:
+            self.world.model.pins.clear()
+
     def _note_clear(self, tier: Tier | None, store: ModelStore | None) -> None:
         world = self.world
         world.disturb(f"clear {tier or 'all'}")
@@ -136,6 +141,7 @@ class Operator:
             self._suspend(store, "stores cleared")
         if tier is Tier.STORE:
             return
+        self._let_pins_go(tier)
         for request in self.engine.requests:
             request.is_cut |= request.loading is not None
         world.seen["clears under a forward"] += bool(self.engine.forwards)
