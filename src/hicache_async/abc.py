@@ -5,12 +5,12 @@ Stores see bytes only. Devices see planes of bytes, one per (layer, K or V). Not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from .errors import ConsensusError
-from .types import Pages, StopToken
+from .types import Pages, Stop, StopToken
 
 if TYPE_CHECKING:
     import torch
@@ -143,6 +143,33 @@ class SupportsListing(Protocol):
 
     async def list_keys(self) -> Sequence[str]:
         """Return the keys of all complete objects, in no particular order."""
+        ...
+
+
+@runtime_checkable
+class SupportsRefusal(Protocol):
+    """A store that knows of itself that it is no use asking now, as a guard with an open breaker does.
+
+    While it refuses the cache asks and writes nothing, and what would have been written is made up for.
+    Neither method waits or raises.
+    """
+
+    def refusal(self) -> Stop | None:
+        """Return why nothing should be asked of it now; None: it may be asked."""
+        ...
+
+    def why_refused(self) -> str:
+        """Say for a human, in a clause, why, since when and until when."""
+        ...
+
+
+@runtime_checkable
+class SupportsStats(Protocol):
+    """A store that counts what it does."""
+
+    @property
+    def stats(self) -> Mapping[str, int]:
+        """Counts by name; the cache's stats show each as ``store_`` and its name."""
         ...
 
 

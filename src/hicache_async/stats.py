@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from .abc import Store, SupportsStats
 from .core.pool import Owner, PagePool
 from .flows.context import Context
 from .types import CacheStats, State, Tier, TierStats
@@ -25,8 +28,16 @@ def snapshot(ctx: Context, state: State, num_leases: int) -> CacheStats:
         computed_tokens=metrics.computed,
         dropped_tokens=dropped,
         unfulfilled_tokens=dict(metrics.unfulfilled),
-        counters=dict(metrics.counters),
+        counters={**metrics.counters, **_store_counters(ctx.store)},
     )
+
+
+def _store_counters(store: Store | None) -> dict[str, int]:
+    # What a store of others calls its stats may be anything.
+    counts = store.stats if isinstance(store, SupportsStats) else None
+    if not isinstance(counts, Mapping):
+        return {}
+    return {f"store_{name}": count for name, count in counts.items() if isinstance(count, int)}
 
 
 def _tier(pool: PagePool, evicted_pages: int) -> TierStats:

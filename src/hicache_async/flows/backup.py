@@ -14,6 +14,7 @@ from ..core.node import Node, pages_of
 from ..types import Pages, StopToken, Tier
 from .calls import answered_count, fault_of, start_store_call
 from .context import Context, Pinned, settled_within
+from .gates import refusal_of
 from .page_bytes import batch_pages, filled_views
 from .stored import mark_stored
 
@@ -25,7 +26,8 @@ class Backups:
     """Write the host pages of whole paths to the store, one batch at a time.
 
     Asking is cheap and may be repeated. Requests are served in order, and between two of them one path of
-    what was on the host when the store was attached.
+    what was on the host when the store was attached. What a store refuses to be asked for is skipped and
+    counted; when it refuses no more the next request or flush has all of it made up for.
 
     Args:
         fill_hole: called with the end of a path of which the first unstored page is not on the host.
@@ -45,6 +47,8 @@ class Backups:
         self._write_over: asyncio.Future[None] | None = None
         self._hung: set[Hop[int]] = set()
         self._healthy = True
+        self._has_skipped = False
+        """Whether something was skipped, or failed, that the store then refused to be asked for again."""
         self.is_idle = asyncio.Event()
         self.is_idle.set()
 
@@ -58,8 +62,9 @@ class Backups:
 
     def request(self, end: Node) -> None:
         """See to it that the path to ``end`` is stored; a full queue skips and counts."""
-        if not self._can_write or end in self._waiting:
+        if not self._can_write or end in self._waiting or self._is_refused():
             return
+        self._make_up()
         if len(self._waiting) >= self._ctx.config.max_backups_pending:
             self._ctx.metrics.counters["backups_skipped_queue_full"] += 1
             return
@@ -72,6 +77,21 @@ class Backups:
         if self._can_write:
             self._backlog = host_ends(self._ctx.tree.roots.values())
             self._start()
+
+    def _is_refused(self) -> bool:
+        # Where it is, something is skipped for that.
+        store = self._ctx.store
+        if store is None or refusal_of(store) is None:
+            return False
+        self._ctx.metrics.counters["backups_skipped_store_refused"] += 1
+        self._has_skipped = True
+        return True
+
+    def _make_up(self) -> None:
+        store = self._ctx.store
+        if self._has_skipped and store is not None and refusal_of(store) is None:
+            self._has_skipped = False
+            self.catch_up()
 
     @property
     def _can_write(self) -> bool:
@@ -122,6 +142,7 @@ class Backups:
 
     async def flushed(self) -> None:
         """Return when all that is requested now was written, given up or dropped, whatever is requested later."""
+        self._make_up()
         last, backlog = self._last_number, self._backlog
         while self._oldest_number <= last or (backlog is not None and backlog is self._backlog):
             await self._progress.wait()
@@ -133,13 +154,16 @@ class Backups:
     async def _store_path(self, end: Node) -> None:
         while (left := end.reachable()).parent is not None and self._ctx.reuses:
             store = self._ctx.store
-            if store is None:
+            if store is None or self._is_refused():
                 return
             if len(self._hung) >= MAX_HUNG_WRITES:
                 self._ctx.metrics.counters["backups_skipped_store_hung"] += 1
                 return
             nodes = self._next_batch(left)
-            if not nodes or not await self._write(store, nodes):
+            if not nodes:
+                return
+            if not await self._write(store, nodes):
+                self._has_skipped |= store is self._ctx.store and refusal_of(store) is not None
                 return
 
     def _next_batch(self, end: Node) -> list[Node]:
@@ -229,7 +253,7 @@ class Backups:
         """Forget all requests and the writes under way: their store is taken away, and the next one starts anew."""
         self.drop_all()
         self._hung.clear()
-        self._healthy = True
+        self._healthy, self._has_skipped = True, False
         if self._write_over is not None:
             resolve(self._write_over)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from ..abc import Store, SupportsRefusal
 from ..config import CacheConfig, PrefetchOverflow
 from ..types import Stop
 from .context import Context
@@ -29,7 +30,18 @@ def refusal_to_ask(ctx: Context, missing_pages: int) -> Stop | None:
         return Stop.DETACHED
     if not is_worth_fetching(ctx.config, missing_pages):
         return Stop.BELOW_THRESHOLD
-    return None
+    return refusal_of(ctx.store)
+
+
+def refusal_of(store: Store) -> Stop | None:
+    """Return why ``store`` says that it is no use calling it now; None: it may be called. Costs no hop."""
+    if not isinstance(store, SupportsRefusal):
+        return None
+    try:
+        refusal = store.refusal()
+    except Exception:  # noqa: BLE001 - of a store made by others, which fails no request
+        return Stop.STORE_FAULT
+    return refusal if refusal is None or isinstance(refusal, Stop) else Stop.STORE_FAULT
 
 
 async def ask_in_batches(

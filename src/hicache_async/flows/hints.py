@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby, takewhile
 
+from ..abc import SupportsRefusal
 from ..config import WritePolicy
 from ..core.write_policy import MIN_COMMITS
 from ..explanation import Explanation, MatchStop, PageExplanation, Place
@@ -43,6 +44,8 @@ def _of_stop(ctx: Context, explained: Explanation, survey: Survey) -> Iterator[s
             f"{num_tokens:,} tokens are {where}, fewer than are worth fetching, {threshold:,}: "
             "lower prefetch_threshold_tokens"
         )
+    elif stop is survey.refusal and isinstance(survey.store, SupportsRefusal):
+        yield f"the store is not asked, {_why_refused(survey.store)}: see to the store"
     elif stop is Stop.DEADLINE:
         yield (
             "the store answers more slowly than a prefetch waits: raise prefetch_timeout_base_s and "
@@ -53,6 +56,13 @@ def _of_stop(ctx: Context, explained: Explanation, survey: Survey) -> Iterator[s
             f"page {_first_stale(explained, survey):,} is counted by the store and not listed: its existence "
             f"answer is stale; it was deleted since, lower existence_ttl_s ({config.existence_ttl_s:g} s)"
         )
+
+
+def _why_refused(store: SupportsRefusal) -> str:
+    try:
+        return store.why_refused()
+    except Exception as error:  # noqa: BLE001 - of a store made by others
+        return f"and why_refused() raised {error!r}"
 
 
 def _of_room(ctx: Context, stop: Stop) -> Iterator[str]:

@@ -12,7 +12,7 @@ from ..config import PrefetchPolicy
 from ..types import Stop, StopToken
 from .calls import answered_count, fault_of, start_store_call
 from .context import Context, settled_within
-from .gates import ask_in_batches
+from .gates import ask_in_batches, refusal_of
 
 MAX_QUESTIONS = 32
 """Questions about existence beyond those of a prefetch; pages that they do not reach stay unknown."""
@@ -29,6 +29,7 @@ class Survey:
         hashes: of the whole pages of the prompt.
 
     Attributes:
+        refusal: why the store is not to be called now; then nothing is asked.
         fault: what went wrong first; nothing is asked after that.
         written: pages that this process has written since it asked.
     """
@@ -36,6 +37,7 @@ class Survey:
     def __init__(self, ctx: Context, store: Store | None, hashes: Sequence[bytes]) -> None:
         self._ctx = ctx
         self.store = store
+        self.refusal = None if store is None else refusal_of(store)
         self._epoch = ctx.tree.store_epoch
         self._keys = ctx.keys.keys(hashes)
         self._answers: dict[int, bool] = {}
@@ -72,10 +74,10 @@ class Survey:
 
     async def complete(self) -> None:
         """Learn of the other pages: from the names of the store where it lists them, else by asking on."""
-        if self.fault is None and self.is_current:
+        if self._may_ask:
             await self._list_names()
         position, stride, num_pages = 0, 1, len(self._keys)
-        while self._asked < MAX_QUESTIONS and self.fault is None and self.is_current:
+        while self._asked < MAX_QUESTIONS and self._may_ask:
             unknown = [page for page in range(num_pages) if self.is_stored(page) is None]
             if not unknown:
                 return
@@ -85,6 +87,10 @@ class Survey:
             # After a miss the next page, then one twice as far each time: a hole may be long.
             position = page + (count + 1 if count else stride)
             stride = 1 if count else 2 * stride
+
+    @property
+    def _may_ask(self) -> bool:
+        return self.refusal is None and self.fault is None and self.is_current
 
     def _end_of_unknown(self, page: int) -> int:
         end = min(len(self._keys), page + self._ctx.config.store_batch_pages)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import Protocol, Self, cast, runtime_checkable
+from typing import Any, Protocol, Self, cast, runtime_checkable
+from urllib.parse import parse_qsl, urlencode
 
 from ..abc import Store
 from ..errors import ConfigError
+from ._url import url_options
+from .guard import GuardedStore
 
 ENTRY_POINT_GROUP = "hicache_async.stores"
 
@@ -17,6 +20,18 @@ _BUILT_IN = {
     "null": "hicache_async.stores.null:NullStore",
     "memory": "hicache_async.stores.memory:MemoryStore",
     "file": "hicache_async.stores.file:FileStore",
+}
+_GUARD = "guard+"
+_GUARD_OPTIONS: dict[str, Callable[[str], object] | None] = {
+    "guard_timeout_s": float,
+    "guard_lookup_timeout_s": float,
+    "guard_max_attempts": int,
+    "guard_backoff_s": float,
+    "guard_max_failures": int,
+    "guard_cooldown_s": float,
+    "guard_max_cooldown_s": float,
+    "guard_clock": None,
+    "guard_draw": None,
 }
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")  # RFC 3986, lower case
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -48,16 +63,30 @@ class Registry:
             raise ConfigError(f"scheme {scheme!r} is taken by {taken}; choose another for {target}")
 
     def open(self, url: str, **options: object) -> Store:
-        """Return the store behind ``url``.
+        """Return the store behind ``url``, for ``guard+`` and a URL inside a :class:`GuardedStore`.
 
         Raises: ConfigError: an unknown scheme, a class that cannot be imported, or a wrong option.
         """
+        if url.startswith(_GUARD):
+            return self._open_guarded(url, options)
         scheme, colon, _ = url.partition(":")
         target = self._target(scheme) if colon else None
         if target is None:
             known = sorted({*self._targets, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
             raise ConfigError(f"no store opens {url!r}; its scheme must be one of: {', '.join(known)}")
         return cast("Store", _import(target).from_url(url, **options))
+
+    def _open_guarded(self, url: str, options: Mapping[str, object]) -> Store:
+        # Options that begin with guard_ are the guard's, all others those of the store inside.
+        head, _, query = url.partition("?")
+        pairs = parse_qsl(query, keep_blank_values=True)
+        ours = urlencode([pair for pair in pairs if pair[0].startswith("guard_")])
+        rest = urlencode([pair for pair in pairs if not pair[0].startswith("guard_")])
+        given = {name: value for name, value in options.items() if name.startswith("guard_")}
+        inner_options = {name: value for name, value in options.items() if name not in given}
+        known: dict[str, Any] = url_options(f"{head}?{ours}", given, _GUARD_OPTIONS)
+        inner = self.open(head.removeprefix(_GUARD) + (f"?{rest}" if rest else ""), **inner_options)
+        return GuardedStore(inner, **{name.removeprefix("guard_"): value for name, value in known.items()})
 
     def _target(self, scheme: str) -> str | None:
         if scheme in self._targets:
@@ -90,7 +119,9 @@ def open_store(url: str, **options: object) -> Store:
     """Return the store behind ``url``, as ``file:///data/kv?existence_ttl_s=2``.
 
     Args:
-        url: the scheme chooses the class; the query may hold options.
+        url: the scheme chooses the class; the query may hold options. ``guard+`` before it puts a
+            :class:`GuardedStore` around the store; its options begin with ``guard_``, as in
+            ``guard+file:///data/kv?guard_timeout_s=2``.
         options: further options of that class; they win over the query.
 
     Raises: ConfigError: an unknown scheme or option.
