@@ -25,11 +25,11 @@ def device_kv() -> DeviceKV:
     return DeviceKV.from_layers([plane() for _ in layers], [plane() for _ in layers])
 
 
-def config() -> CacheConfig:
-    """Return options under which the host has room for one prompt, and a prefetch may use all of it."""
+def config(host_pages: int = geometry.PROMPT_PAGES) -> CacheConfig:
+    """Return options under which the host has ``host_pages``, and prefetches may use all of them."""
     return CacheConfig(
         page_size=geometry.PAGE_SIZE,
-        host_bytes=geometry.PROMPT_PAGES * geometry.PAGE_NBYTES,
+        host_bytes=host_pages * geometry.PAGE_NBYTES,
         host_reserve_bytes=0,
         allow_small_host=True,
         write_policy=WritePolicy.WRITE_THROUGH,
@@ -37,14 +37,19 @@ def config() -> CacheConfig:
     )
 
 
+async def compute(cache: HiCache, tokens: Tokens) -> None:
+    """Commit a prompt as if a forward had computed it, whatever its pages hold."""
+    with cache.match_prefix("compute", tokens) as lease:
+        await lease.load()
+        lease.allocate_nowait(len(tokens)).block()
+        lease.commit(len(tokens))
+
+
 async def store_prompts(directory: Path, kv: DeviceKV, prompts: Sequence[Tokens]) -> None:
     """Compute each prompt in a cache of its own and see it stored in ``directory``."""
     for tokens in prompts:
         async with HiCache.open(config(), kv=kv, store=f"file://{directory}") as cache:
-            with cache.match_prefix("store", tokens) as lease:
-                await lease.load()
-                lease.allocate_nowait(len(tokens)).block()
-                lease.commit(len(tokens))
+            await compute(cache, tokens)
             await cache.admin.flush()
 
 

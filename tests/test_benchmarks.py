@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import __main__ as command
+from benchmarks.geometry import PAGE_SIZE
 from benchmarks.harness import (
     Benchmark,
     Sample,
@@ -25,6 +26,9 @@ from benchmarks.harness import (
     undone,
 )
 from benchmarks.peers import __main__ as peers
+from benchmarks.peers import flow_ours
+from benchmarks.peers.flow_sides import remove_objects
+from benchmarks.peers.samples import Series
 from benchmarks.peers.tree_sides import NUM_SAMPLES
 from benchmarks.trees import CHAIN, Leaves
 
@@ -182,13 +186,16 @@ def test_our_side_of_the_tree_measures_what_its_suite_names() -> None:
 
 
 def test_peers_alternate_and_are_compared_by_medians(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each round runs one process of each side, and the ratio is ours over theirs."""
+    """Each round runs one process of each side; the ratio is ours over theirs, and of counts the most is told."""
     calls: list[str] = []
-    seconds = {"ours": iter([[1.0, 2.0], [3.0]]), "theirs": iter([[4.0], [4.0, 8.0]])}
+    measured: dict[str, Iterator[Series]] = {
+        "ours": iter([{"seconds": [1.0, 2.0], "leaked": [0, 2]}, {"seconds": [3.0], "leaked": [1]}]),
+        "theirs": iter([{"seconds": [4.0], "leaked": [7]}, {"seconds": [4.0, 8.0], "leaked": [9, 8]}]),
+    }
 
-    def run_side(directory: Path, family: str, side: str, records: Sequence[str]) -> dict[str, list[float]]:
+    def run_side(directory: Path, family: str, side: str, records: Sequence[str]) -> dict[str, Series]:
         calls.append(side)
-        return {"flow.x": next(seconds[side])}
+        return {"flow.x": next(measured[side])}
 
     monkeypatch.setattr(peers, "prepare", lambda directory, side: calls.append(f"prepare {side}"))
     monkeypatch.setattr(peers, "run_side", run_side)
@@ -201,3 +208,39 @@ def test_peers_alternate_and_are_compared_by_medians(monkeypatch: pytest.MonkeyP
         4000.0,
         0.5,
     )
+    assert (line["ours_leaked"], line["theirs_leaked"]) == (2, 9)
+
+
+def test_a_record_without_counts_tells_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a record that is only timed no count is told."""
+    monkeypatch.setattr(peers, "prepare", lambda directory, side: None)
+    monkeypatch.setattr(peers, "run_side", lambda *args: {"flow.x": {"seconds": [1.0]}})
+    (line,) = peers.compare(Path("unused"), peers.Suite("theirs", "flow", {"flow.x": "s"}), ["flow.x"], 1)
+    assert list(line) == ["name", "ours", "theirs", "unit", "ratio", "samples", "load"]
+
+
+def test_our_side_of_the_flows_has_what_its_suite_names() -> None:
+    """The records of the flows beside others are those of our side, in order."""
+    (suite,) = (suite for suite in peers.SUITES if suite.family == "flow")
+    assert list(suite.records) == list(flow_ours.RECORDS)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("record", flow_ours.RECORDS)
+async def test_our_side_of_the_flows_measures(record: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each record of the flows does its work in some time, for every sample, and leaks nothing."""
+    for name, value in {"NUM_SAMPLES": 1, "NUM_DETACHES": 1, "HANG_S": 0.01, "SETTLE_S": 0.0}.items():
+        monkeypatch.setattr(flow_ours, name, value)
+    series = await flow_ours.RECORDS[record]()
+    assert len(series["seconds"]) == 1 and series["seconds"][0] > 0
+    assert series.get("leaked", [0]) == [0]
+
+
+def test_objects_are_removed_once_they_are_counted(tmp_path: Path) -> None:
+    """Files go and folders stay; a number of files that is not that of the pages is an error."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "object").touch()
+    with pytest.raises(AssertionError, match="1 files"):
+        remove_objects(str(tmp_path), 2 * PAGE_SIZE)
+    remove_objects(str(tmp_path), PAGE_SIZE)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "folder"]

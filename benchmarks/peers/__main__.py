@@ -1,8 +1,9 @@
 """Runs each side in its own environment, in turn, and prints how the times compare.
 
 A side is a module of this folder, ``{family}_ours`` or ``{family}_{peer}``. It is called with the names
-of the records wanted and prints ``{"name", "seconds": [...]}`` for each. It runs in a fresh process every
-time, so that neither side keeps a lucky heap or an unlucky core.
+of the records wanted and prints ``{"name", "seconds": [...]}`` for each, with a list of its own for whatever
+else was counted. It runs in a fresh process every time, so that neither side keeps a lucky heap or an
+unlucky core.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..harness import UNITS, rounded
+from .samples import Series
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -45,7 +47,17 @@ class Suite:
 
 
 SUITES = [
-    Suite("sglang", "flow", {"flow.prefetch8192": "ms"}),
+    Suite(
+        "sglang",
+        "flow",
+        {
+            "flow.prefetch8192": "ms",
+            "flow.backup8192": "ms",
+            "flow.concurrent15": "ms",
+            "flow.concurrent15_5ms": "ms",
+            "flow.detach_hung": "ms",
+        },
+    ),
     Suite(
         "sglang",
         "tree",
@@ -65,8 +77,8 @@ def prepare(directory: Path, side: str) -> None:
     subprocess.run([HERE / "prepare.sh", directory, side], check=True)
 
 
-def run_side(directory: Path, family: str, side: str, records: Sequence[str]) -> dict[str, list[float]]:
-    """Run one process of one side and return the seconds it took, by record."""
+def run_side(directory: Path, family: str, side: str, records: Sequence[str]) -> dict[str, Series]:
+    """Run one process of one side and return what it measured, by record."""
     module = f"benchmarks.peers.{family}_{side}"
     python = str(directory / side / "bin" / "python")
     command = [python, "-W", "ignore", "-m", module, *records]
@@ -76,33 +88,44 @@ def run_side(directory: Path, family: str, side: str, records: Sequence[str]) ->
     if done.returncode:
         raise SystemExit(f"{module} failed:\n{done.stderr}{done.stdout}")
     lines = map(json.loads, done.stdout.splitlines())
-    return {line["name"]: line["seconds"] for line in lines}
+    return {line.pop("name"): line for line in lines}
 
 
 def compare(
     directory: Path, suite: Suite, records: Sequence[str], rounds: int
 ) -> Iterator[dict[str, object]]:
-    """Let both sides run in turn and yield a comparison of the medians for each record."""
+    """Let both sides run in turn and yield a comparison of the medians for each record.
+
+    Of what is counted it is the most that was found after any sample.
+    """
     sides = ("ours", suite.peer)
     for side in sides:
         prepare(directory, side)
-    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+    measured: dict[tuple[str, str], Series] = defaultdict(lambda: defaultdict(list))
     for _ in range(rounds):
         for side in sides:
-            for record, more in run_side(directory, suite.family, side, records).items():
-                seconds[side, record] += more
+            for record, series in run_side(directory, suite.family, side, records).items():
+                for what, more in series.items():
+                    measured[side, record][what] += more
     for record in records:
         unit = suite.records[record]
-        ours, theirs = (statistics.median(seconds[side, record]) for side in sides)
+        both = [measured[side, record] for side in sides]
+        ours, theirs = (statistics.median(series["seconds"]) for series in both)
         yield {
             "name": f"{suite.peer}.{record}",
             "ours": rounded(ours * UNITS[unit]),
             "theirs": rounded(theirs * UNITS[unit]),
             "unit": unit,
             "ratio": rounded(ours / theirs),
-            "samples": len(seconds["ours", record]),
+            **_counts(*both),
+            "samples": len(both[0]["seconds"]),
             "load": rounded(os.getloadavg()[0]),
         }
+
+
+def _counts(ours: Series, theirs: Series) -> dict[str, float]:
+    sides = {"ours": ours, "theirs": theirs}
+    return {f"{side}_{what}": max(sides[side][what]) for what in ours if what != "seconds" for side in sides}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -105,7 +105,7 @@ def run_on_cpu() -> None:
     cache_controller.device_module = l2_transfer.device_module = streams
     for module in (mha, common):
         module.ALLOC_MEMORY_FUNCS["cpu"] = _zeros
-    mha.transfer_kv_direct = _copy_pages
+    mha.transfer_kv_all_layer_direct_lf_pf = _copy_to_host
     make_pool = mha.MHATokenToKVPoolHost.__init__
 
     def make_unpinned_pool(self: object, *args: object, **kwargs: object) -> None:
@@ -118,15 +118,19 @@ def _zeros(dims: Sequence[int], dtype: torch.dtype, *args: object, **kwargs: obj
     return torch.zeros(dims, dtype=dtype)
 
 
-def _copy_pages(
-    src_layers: Sequence[torch.Tensor],
-    dst_layers: Sequence[torch.Tensor],
+def _copy_to_host(
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
     src_indices: torch.Tensor,
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    for source, target in zip(src_layers, dst_layers, strict=True):
-        target[dst_indices] = source[src_indices]
+    # From planes of (token, head, dim), those of K before those of V, to (page, layer, token, head, dim) of each.
+    pages = dst_indices[::page_size] // page_size
+    num_layers = len(src_ptrs) // len(dst_ptrs)
+    for number, source in enumerate(src_ptrs):
+        of_kind, layer = divmod(number, num_layers)
+        dst_ptrs[of_kind][pages, layer] = source[src_indices].view(-1, page_size, *source.shape[1:])
 
 
 _install()

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Protocol
 
 from ..harness import Sample, repeated, timed, undone
-from .samples import NUM_WARMUPS, report
+from .samples import NUM_WARMUPS, Series, report, steady
 
 NODES = (1, 16, 512)
 PINNED_NODES = 512
@@ -54,9 +54,9 @@ def _evicting(side: Side) -> Sample:
     return repeated(undone(timed(evict), put_in_place), REPEATS)
 
 
-def _take(make: Callable[[], Sample]) -> list[float]:
-    async def take() -> list[float]:
+def _take(make: Callable[[], Sample]) -> Series:
+    async def take() -> Series:
         sample = make()
-        return [await sample() for _ in range(NUM_WARMUPS + NUM_SAMPLES)]
+        return steady([await sample() for _ in range(NUM_WARMUPS + NUM_SAMPLES)])
 
     return asyncio.run(take())

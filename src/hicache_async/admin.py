@@ -130,8 +130,8 @@ class Admin:
         hang longer keep their pages until they end, and change nothing. Another store may be attached.
 
         Args:
-            force: at once; False: when what is pending now is written, as :meth:`flush`, and after a running
-                clear or attach, which a forced detach ends.
+            force: at once, and wait for 0.1 s at most; False: when what is pending now is written, as
+                :meth:`flush`, and after a running clear or attach, which a forced detach ends.
         Raises: ClosedError: the cache is closed, or was while this waited.
         Ownership: the cache closes a store that it opened by URL.
         Cancellation: the store is attached as before, or gone and then closed all the same.
@@ -139,7 +139,7 @@ class Admin:
         self._check()
         store = self._attachment.store
         if force or store is None:
-            over = self._attachment.detach()
+            over = self._attachment.detach(force=force)
         else:
             await self.flush()
             async with self._change:

@@ -29,6 +29,10 @@ class ClearableStore(Store, SupportsListing, SupportsDelete, Protocol):
     """A store that can be emptied."""
 
 
+FORCED_DETACH_S = 0.1
+"""How long a forced detach waits for calls under way, for which a page in hand takes milliseconds."""
+
+
 class Attachment:
     """Which store the cache has, and whether it may be used.
 
@@ -90,10 +94,11 @@ class Attachment:
         for prefetch in list(ctx.prefetches):
             prefetch.leave_store()
 
-    def detach(self) -> asyncio.Task[None] | None:
+    def detach(self, *, force: bool = False) -> asyncio.Task[None] | None:
         """Take the store away; returns the task that waits for its calls and closes it. None: there is none.
 
-        The task ends within ``store_timeout_s``. Calls that hang longer keep their pages until they end.
+        The task ends within ``store_timeout_s``, or FORCED_DETACH_S. Calls that hang longer keep their pages
+        until they end.
         """
         ctx, store = self._ctx, self.store
         if store is None:
@@ -108,7 +113,8 @@ class Attachment:
             call.settled.add_done_callback(partial(self._forget, call))
         if self._awaited is not None:
             resolve(self._awaited)
-        return ctx.spawn(self._let_go(store, calls, num_waiting), "detach")
+        grace_s = FORCED_DETACH_S if force else ctx.config.store_timeout_s
+        return ctx.spawn(self._let_go(store, calls, num_waiting, grace_s), "detach")
 
     def _forget(self, call: Hop[Any], settled: asyncio.Future[None]) -> None:
         del self._left_behind[call]
@@ -120,9 +126,11 @@ class Attachment:
             if hop.name.startswith("store.") and hop not in self._left_behind
         ]
 
-    async def _let_go(self, store: Store, calls: Sequence[Hop[Any]], num_waiting: int) -> None:
+    async def _let_go(
+        self, store: Store, calls: Sequence[Hop[Any]], num_waiting: int, grace_s: float
+    ) -> None:
         clock = self._ctx.clock
-        end_s = clock.monotonic() + self._ctx.config.store_timeout_s
+        end_s = clock.monotonic() + grace_s
         for call in calls:
             await settled_within(clock, call.settled, max(0.0, end_s - clock.monotonic()))
         stuck = sorted(call.name for call in calls if not call.settled.done())
@@ -180,7 +188,10 @@ class Attachment:
         num_deleted, batch = 0, ctx.config.store_batch_pages
         for start in range(0, len(keys), batch):
             self._check_is(store)
-            mine = [key for key in keys[start : start + batch] if ours.match(key)]
+            names = keys[start : start + batch]
+            if strange := [name for name in names if not isinstance(name, str)]:
+                raise StoreUnavailable(f"list_keys failed: {strange[0]!r} is no key, which is a string")
+            mine = [key for key in names if ours.match(key)]
             if not mine:
                 await asyncio.sleep(0)
                 continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import cast
 
 from ..abc import Store, SupportsRefusal
 from ..config import CacheConfig, PrefetchOverflow
@@ -35,10 +36,10 @@ def refusal_to_ask(ctx: Context, missing_pages: int) -> Stop | None:
 
 def refusal_of(store: Store) -> Stop | None:
     """Return why ``store`` says that it is no use calling it now; None: it may be called. Costs no hop."""
-    if not isinstance(store, SupportsRefusal):
+    if not issubclass(type(store), SupportsRefusal):  # isinstance costs 50 us on a protocol, this 1
         return None
     try:
-        refusal = store.refusal()
+        refusal = cast("SupportsRefusal", store).refusal()
     except Exception:  # noqa: BLE001 - of a store made by others, which fails no request
         return Stop.STORE_FAULT
     return refusal if refusal is None or isinstance(refusal, Stop) else Stop.STORE_FAULT
