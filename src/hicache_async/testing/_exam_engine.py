@@ -1,0 +1,398 @@
+"""A tiny engine for the exams: its pages say whose they are, and what is freed is spoiled and watched.
+
+A prompt is a string: each letter is one page of four tokens, and one token follows that is no whole page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from ..abc import Device, DevicePool, PagedBytes, Ranks, Store
+from ..cache import HiCache
+from ..config import CacheConfig, PrefetchPolicy
+from ..core.hashing import HashChain
+from ..core.node import Node
+from ..core.tokens import token_bytes
+from ..flows.audit import audit
+from ..flows.context import Context
+from ..lease import Loading, PrefixLease
+from ..memory.device_kv import DeviceKV
+from ..memory.host import POISON
+from ..types import Pages, State, StopToken
+from ._exam_store import ScriptedStore
+from .golden import check_object, check_page, fill_page, golden_plane, page_object
+from .manual import ManualClock
+from .virtual_device import VirtualDevice
+
+PAGE_TOKENS = 4
+NUM_LAYERS = 2
+IDLE_TURNS = 3
+"""Turns of the loop without work that show that none follows: what has ended tells so by callbacks."""
+
+CLOSE_TIMEOUT_S = 0.05
+POLL_S = 0.0005
+PATIENCE_S = 20.0
+"""How long something may take that should end by itself before it counts as hung; of a busy machine."""
+
+_SHAPE = (PAGE_TOKENS, 1, 4)
+
+
+def page_tokens(letter: str) -> list[int]:
+    """Return the token ids of one page."""
+    return [ord(letter) * PAGE_TOKENS + place for place in range(PAGE_TOKENS)]
+
+
+def prompt(letters: str) -> list[int]:
+    """Return the tokens of a prompt: its pages, and one token more."""
+    return [token for letter in letters for token in page_tokens(letter)] + [0]
+
+
+def page_hashes(letters: str) -> list[bytes]:
+    """Return the chained hash of each page of a prompt."""
+    hashes: list[bytes] = []
+    data = token_bytes(prompt(letters))
+    HashChain(b"", PAGE_TOKENS * 4).extend(hashes, data, len(letters))
+    return hashes
+
+
+class SpoiledPages:
+    """Free pages that hold poison and nothing else: spoiled when they come, looked at when they go.
+
+    Whoever writes a page after it was freed, or between two owners, is seen.
+
+    Args:
+        inner: the book of free pages, all of which are free now.
+        paged: where their bytes are.
+    Attributes:
+        touched: what was found on pages that nobody owned.
+    """
+
+    def __init__(self, inner: DevicePool, paged: PagedBytes) -> None:
+        self._inner = inner
+        self._paged = paged
+        self._is_free = np.zeros(paged.num_pages, bool)
+        self.capacity = inner.capacity
+        self.touched: list[str] = []
+        self.give_back(inner.take(inner.num_free()))
+
+    def take(self, num_pages: int) -> Pages:
+        """Take pages out, after a look at them."""
+        pages = self._inner.take(num_pages)
+        self._look(pages)
+        self._is_free[pages] = False
+        return pages
+
+    def give_back(self, pages: Pages) -> None:
+        """Spoil pages and put them back."""
+        VirtualDevice.poison(self._paged, pages)
+        self._is_free[pages] = True
+        self._inner.give_back(pages)
+
+    def num_free(self) -> int:
+        """Return how many pages can be taken."""
+        return self._inner.num_free()
+
+    def check(self) -> None:
+        """Raise AssertionError if a free page was touched, now or earlier."""
+        self._look(np.flatnonzero(self._is_free))
+        if self.touched:
+            raise AssertionError(f"pages were written after they were freed: {'; '.join(self.touched)}")
+
+    def _look(self, pages: Pages) -> None:
+        for layer in range(self._paged.num_layers):
+            for plane in self._paged.planes(layer):
+                wrong = pages[(plane.numpy()[pages] != POISON).any(axis=1)]
+                if len(wrong):
+                    where = type(self._paged).__name__
+                    self.touched.append(f"{where} pages {wrong.tolist()}, layer {layer}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the exams open caches with.
+
+    Attributes:
+        make_device, make_ranks: called for each cache; ranks None: this process alone.
+        options: of the config, beside those of the exam.
+        patience_s: how long anything may take that should end by itself.
+    """
+
+    make_device: Callable[[], Device]
+    make_ranks: Callable[[], Ranks] | None = None
+    options: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+    patience_s: float = PATIENCE_S
+
+
+@dataclass(slots=True, eq=False)
+class ExamEngine:
+    """One open cache, and the engine half of what an exam needs."""
+
+    parts: Parts
+    config: CacheConfig
+    cache: HiCache
+    kv: DeviceKV
+    device: Device
+    store: ScriptedStore
+    clock: ManualClock
+    spoiled: tuple[SpoiledPages, SpoiledPages]
+    num_requests: int = 0
+    more_devices: list[Device] = field(default_factory=list)
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, parts: Parts, store: ScriptedStore) -> AsyncIterator[ExamEngine]:
+        """Open a cache over fresh tensors; on leaving it is closed, with its device, and not the store."""
+        kv = make_kv(12)
+        device, clock = parts.make_device(), ManualClock()
+        if isinstance(device, VirtualDevice):
+            device.auto = True
+        devices: list[Device] = []
+        ranks = None if parts.make_ranks is None else parts.make_ranks()
+        defaults: dict[str, object] = {
+            "page_size": PAGE_TOKENS,
+            "host_bytes": 16 * kv.page_nbytes,
+            "host_reserve_bytes": 0,
+            "allow_small_host": True,
+            "write_policy": "write_through",
+            "prefetch_policy": "wait_complete",
+            "prefetch_threshold_tokens": 0,
+            "prefetch_capacity_fraction": 1.0,
+            "store_batch_pages": 2,
+            "max_loads_in_flight": 1,
+            "close_timeout_s": CLOSE_TIMEOUT_S,
+        }
+        config = CacheConfig.from_mapping({**defaults, **parts.options})
+        try:
+            opening = HiCache.open(config, kv=kv, device=device, store=store, ranks=ranks, clock=clock)
+            async with opening as cache:
+                engine = cls(parts, config, cache, kv, device, store, clock, _spoil(cache))
+                devices = engine.more_devices
+                yield engine
+        finally:
+            for each in (device, *devices):
+                await each.aclose()
+            if ranks is not None:
+                await ranks.aclose()
+
+    @property
+    def ctx(self) -> Context:
+        """The parts behind the cache."""
+        return self.cache._ctx
+
+    @property
+    def plain(self) -> Store:
+        """The store that does what it is asked."""
+        return self.store.inner
+
+    def another_device(self) -> Device:
+        """Return one more device, which is closed with this engine."""
+        self.more_devices.append(self.parts.make_device())
+        return self.more_devices[-1]
+
+    def hold_device(self) -> None:
+        """Let nothing move from now on, where the device waits to be told."""
+        if isinstance(self.device, VirtualDevice):
+            self.device.auto = False
+
+    def let_go(self) -> None:
+        """Let everything move, now and from now on: what the device holds, and calls at the store's door."""
+        self.store.open()
+        if isinstance(self.device, VirtualDevice):
+            self.device.auto = True
+            self.device.advance_all()
+
+    # One request
+
+    def lease(self, letters: str) -> PrefixLease:
+        """Start a request."""
+        self.num_requests += 1
+        return self.cache.match_prefix(f"request {self.num_requests}", prompt(letters))
+
+    async def serve(self, letters: str, policy: PrefetchPolicy | None = None) -> int:
+        """Serve one request from its first token to its release; returns how many tokens were cached."""
+        with self.lease(letters) as lease:
+            await lease.prefetch(policy)
+            loading = await lease.load()
+            await self.forward(lease, loading)
+            committed = lease.commit(lease.num_tokens)
+            assert committed == len(letters) * PAGE_TOKENS or self.cache.state is not State.OPEN
+            books = lease.books
+            assert books.device + books.host + books.store + books.computed == books.prompt, f"{books}"
+            assert books.prompt - books.computed == loading.tokens, f"{books}, {loading.tokens} loaded"
+        return loading.tokens
+
+    async def forward(self, lease: PrefixLease, loading: Loading) -> None:
+        """Read what is cached, compute the rest, and read all of it again."""
+        await loading.finished()
+        self.check(lease, loading.tokens)
+        allocation = await lease.allocate(lease.num_tokens)
+        if allocation.after is not None:
+            await self.device.wait(allocation.after)
+        self.compute(lease, loading.tokens)
+        self.check(lease, lease.num_tokens)
+
+    def compute(self, lease: PrefixLease, start: int = 0) -> None:
+        """Write the bytes of all whole pages from token ``start`` on."""
+        num_pages = lease.num_tokens // PAGE_TOKENS
+        hashes = lease._holding.hashes(num_pages)
+        for place in range(start // PAGE_TOKENS, num_pages):
+            fill_page(self.kv, int(lease.pages[place]), hashes[place])
+
+    def check(self, lease: PrefixLease, num_tokens: int) -> None:
+        """Read the whole pages of the first ``num_tokens`` of a request, as a forward would."""
+        num_pages = num_tokens // PAGE_TOKENS
+        hashes = lease._holding.hashes(num_pages)
+        for place in range(num_pages):
+            check(self.kv, int(lease.pages[place]), hashes[place])
+
+    # The store, as another process sees it
+
+    async def put(self, letters: str) -> list[str]:
+        """Store a prompt; returns its keys."""
+        hashes = page_hashes(letters)
+        keys = self.ctx.keys.keys(hashes)
+        objects = [memoryview(page_object(self.kv, each, self.ctx.arena.layout)) for each in hashes]
+        count = await self.plain.write(keys, objects)
+        assert count == len(objects), f"{self.plain!r} stored {count} of {len(objects)} pages"
+        return keys
+
+    async def check_stored(self, letters: str) -> int:
+        """Read whatever of a prompt is stored: right or not there; returns how many pages there are."""
+        hashes = page_hashes(letters)
+        found = 0
+        for key, page_hash in zip(self.ctx.keys.keys(hashes), hashes, strict=True):
+            data = bytearray(self.kv.page_nbytes)
+            if await self.plain.read([key], [memoryview(data)], StopToken()) == 1:
+                check_object(self.kv, bytes(data), page_hash, self.ctx.arena.layout)
+                found += 1
+        return found
+
+    # Coming to rest
+
+    async def rest(self) -> None:
+        """Return when the cache does nothing any more.
+
+        Raises: AssertionError: it does not come to rest; names what still runs.
+        """
+        loop = asyncio.get_running_loop()
+        end_s, num_idle_turns = loop.time() + self.parts.patience_s, 0
+        while num_idle_turns < IDLE_TURNS:
+            self.let_go()
+            running = self._running()
+            num_idle_turns = 0 if running else num_idle_turns + 1
+            if loop.time() > end_s:
+                raise AssertionError(f"does not come to rest: {', '.join(running)}")
+            is_manual = num_idle_turns > 0 or isinstance(self.device, VirtualDevice)
+            await asyncio.sleep(0 if is_manual else POLL_S)
+
+    def _running(self) -> list[str]:
+        names = [task.get_name() for task in asyncio.all_tasks()]
+        tasks = [name for name in names if name.startswith("hicache:") and name != "hicache:backups"]
+        if self.cache.state is State.CLOSED:  # what it abandoned keeps its pages
+            return tasks
+        hops = [hop.name for hop in self.ctx.hops.live]
+        backups = self.cache._movers.backups
+        return tasks + hops + ([] if backups.is_idle.is_set() else ["backups"])
+
+    # Checks
+
+    def check_bytes(self) -> None:
+        """Compare every page that a match could find with what it should hold, and free pages with poison."""
+        for spoiled in self.spoiled:
+            spoiled.check()
+        for node in self._nodes():
+            for paged, copy in ((self.kv, node.device), (self.ctx.arena, node.host)):
+                if copy.pages is not None and all(fence.passed() for fence in copy.ready):
+                    for page_hash, page in zip(node.hashes, copy.pages, strict=True):
+                        check(paged, int(page), page_hash)
+
+    def _nodes(self) -> Iterator[Node]:
+        for root in self.ctx.tree.roots.values():
+            yield from (node for node in root.subtree() if node.parent is not None)
+
+    def check_closed(self) -> None:
+        """Prove the books of a closed cache, whose loop may be gone, and that no freed page was touched."""
+        movers = self.cache._movers
+        audit(self.ctx, list(self.cache._leases.values()), movers.device_room.step.own_pages())
+        for spoiled in self.spoiled:
+            spoiled.check()
+
+    def check_returned(self) -> None:
+        """Check that nobody holds anything: no lease, no page outside free list and tree, no pin, no charge."""
+        self.cache.audit()
+        ctx, stats = self.ctx, self.cache.stats()
+        held = {
+            "leases": stats.leases,
+            "hops": stats.hops,
+            "device pages leased": stats.device.leased,
+            "device pages in hops": stats.device.in_hops,
+            "host pages leased": stats.host.leased,
+            "host pages in hops": stats.host.in_hops,
+            "host pages charged": ctx.prefetch_pages,
+            "moves": len(ctx.moves),
+            "waits": len(ctx.waits),
+            "prefetches": len(ctx.prefetches),
+            "fetches": len(ctx.fetches),
+            "announcements": len(ctx.announcements),
+            "bugs": stats.counters.get("bugs", 0),
+        }
+        left = {name: count for name, count in held.items() if count}
+        if left:
+            raise AssertionError(f"nobody should hold anything, but there are {left}; {ctx.failure!r}")
+
+    def check_all_free(self) -> None:
+        """Check that every page of both tiers is free, and as it was spoiled."""
+        self.check_returned()
+        stats = self.cache.stats()
+        for name, pages in (("device", stats.device), ("host", stats.host)):
+            if pages.free != pages.capacity:
+                raise AssertionError(f"{pages.capacity - pages.free} {name} pages are lost: {pages}")
+        self.check_bytes()
+
+
+def check(paged: PagedBytes, page: int, page_hash: bytes) -> None:
+    """As ``check_page``, and quick where all is well: the exams look at the same few pages again and again."""
+    for layer in range(paged.num_layers):
+        for plane, tensor in enumerate(paged.planes(layer)):
+            if tensor.numpy()[page].tobytes() != _golden_bytes(page_hash, layer, plane, tensor.shape[1]):
+                check_page(paged, page, page_hash)
+
+
+@functools.lru_cache(maxsize=1024)
+def _golden_bytes(page_hash: bytes, layer: int, plane: int, nbytes: int) -> bytes:
+    return golden_plane(page_hash, layer, plane, nbytes).tobytes()
+
+
+def make_kv(num_pages: int) -> DeviceKV:
+    """Return the tensors of a tiny model."""
+    shape = (num_pages, *_SHAPE)
+    return DeviceKV.from_layers(*([torch.zeros(shape) for _ in range(NUM_LAYERS)] for _ in "kv"))
+
+
+def _spoil(cache: HiCache) -> tuple[SpoiledPages, SpoiledPages]:
+    # Of a cache that has just been opened, so that every page is free.
+    ctx = cache._ctx
+    device, host = (
+        SpoiledPages(pool._free_list, paged)
+        for pool, paged in ((ctx.device_pool, ctx.kv), (ctx.host_pool, ctx.arena))
+    )
+    ctx.device_pool._free_list, ctx.host_pool._free_list = device, host
+    return device, host
+
+
+async def within(work: Awaitable[object], limit_s: float = PATIENCE_S) -> None:
+    """Await ``work``, which ends soon or never; raises AssertionError if it does not end."""
+    task = asyncio.ensure_future(work)
+    done, _ = await asyncio.wait((task,), timeout=limit_s)
+    if not done:
+        task.cancel()
+        raise AssertionError(f"does not end within {limit_s} s")
+    await task
