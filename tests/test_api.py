@@ -10,6 +10,11 @@ import pytest
 import hicache_async
 
 SIGNATURES = {
+    "LoopRunner": "(make, *, uvloop=None)",
+    "LoopRunner.step": "(self, batch)",
+    "LoopRunner.step_nowait": "(self, batch)",
+    "LoopRunner.post": "(self, fn, *, undo=None)",
+    "LoopRunner.wait": "(self, timeout_s=None)",
     "TokenKey": "(tokens=())",
     "TokenKey.extend": "(self, tokens)",
     "TokenKey.fork": "(self)",

@@ -14,6 +14,8 @@ LAST_LINES = {
     "02_own_store.py": "restarted: 960 of 1000 tokens from the store, 40 computed",
     "03_why_no_hits.py": "hit rate since: 0.96",
     "04_kv_events.py": "to green, which has 192 of 200 tokens; the engines: {'blue': 0, 'green': 192}",
+    "05_ranks.py": "again: computed from token 128 on rank 0, from token 128 on rank 1",
+    "06_sync_engine.py": "384 of 580 prompt tokens were cached",
 }
 
 

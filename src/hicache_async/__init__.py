@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         Store,
         SupportsDelete,
         SupportsListing,
+        SupportsRefusal,
+        SupportsStats,
     )
     from .admin import Admin
     from .cache import HiCache
@@ -56,7 +58,9 @@ if TYPE_CHECKING:
     from .lease import Allocation, Loading, Prefetch, PrefixLease
     from .memory.budget import host_memory_budget
     from .memory.device_kv import DeviceKV
+    from .ranks.hub import HubRanks
     from .ranks.solo import SoloRanks
+    from .runner import LoopRunner
     from .step import StepBatch, StepGrant, StepResult
     from .stores.registry import open_store, register_store
     from .types import Books, CacheStats, PrefetchResult, Residency, State, Stop, StopToken, Tier, TierStats
@@ -74,6 +78,8 @@ _HOMES = {
         "Store",
         "SupportsDelete",
         "SupportsListing",
+        "SupportsRefusal",
+        "SupportsStats",
     ),
     "admin": ("Admin",),
     "cache": ("HiCache",),
@@ -122,7 +128,9 @@ _HOMES = {
     ),
     "memory.budget": ("host_memory_budget",),
     "memory.device_kv": ("DeviceKV",),
+    "ranks.hub": ("HubRanks",),
     "ranks.solo": ("SoloRanks",),
+    "runner": ("LoopRunner",),
     "step": (
         "StepBatch",
         "StepGrant",
@@ -189,12 +197,14 @@ __all__ = [
     "HiCacheError",
     "HostFence",
     "HostLayout",
+    "HubRanks",
     "InvariantError",
     "IoMode",
     "KVEvent",
     "KeyScheme",
     "LeaseError",
     "Loading",
+    "LoopRunner",
     "NamespaceError",
     "PagedBytes",
     "Prefetch",
@@ -220,6 +230,8 @@ __all__ = [
     "Stored",
     "SupportsDelete",
     "SupportsListing",
+    "SupportsRefusal",
+    "SupportsStats",
     "Tier",
     "TierStats",
     "TokenKey",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from ._threads import post_to_loop
+from ._threads import check_process, post_to_loop
 from .abc import Fence
 
 
@@ -17,10 +18,11 @@ class ThreadFence:
     Ownership: whoever runs the work behind the fence must set or fail it, once.
     """
 
-    __slots__ = ("_callbacks", "_done", "_event", "_lock", "_loop", "error", "name")
+    __slots__ = ("_callbacks", "_done", "_event", "_lock", "_loop", "_pid", "error", "name")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str = "fence") -> None:
         self._loop = loop
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._event: threading.Event | None = None
         self._done = False
@@ -39,9 +41,11 @@ class ThreadFence:
     def block(self, stream: object | None = None) -> None:
         """Wait in the calling thread until the fence is set.
 
-        Raises: what the fence was failed with.
+        Raises: what the fence was failed with. WrongLoopError: it is open, and whoever would set it is in
+            the process that this one was forked from.
         """
         if not self._done:
+            check_process(self._pid, f"the fence {self.name!r}", "open a cache of its own")
             with self._lock:
                 if self._event is None:
                     self._event = threading.Event()

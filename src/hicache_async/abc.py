@@ -198,7 +198,7 @@ class Ranks(Protocol):
     async def agree(self, ticket: bytes, vote: Sequence[int]) -> Sequence[int]:
         """Cast ``vote`` before the first suspension, and return the element-wise MIN of all ranks' votes.
 
-        Raises: ConsensusError: a rank was lost. Cancellation: ends the wait; the vote stands.
+        Raises: ConsensusError: a rank was lost, or this one has left. Cancellation: ends the wait; the vote stands.
         """
         ...
 
@@ -207,7 +207,7 @@ class Ranks(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Leave the group: the others count this rank as voting zeros from then on."""
+        """Leave the group: the others count it as voting zeros from then on; without rank 0 all is zeros."""
         ...
 
 

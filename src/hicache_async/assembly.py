@@ -7,9 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
+from ._clock import LoopClock
 from ._log import logger
 from ._threads import DaemonThreads
-from .abc import Clock, Device, DevicePool, Ranks, Store, TimerHandle
+from .abc import Clock, Device, DevicePool, Ranks, Store
 from .config import CacheConfig, HostLayout, KeyScheme, WritePolicy
 from .core.keys import Namespace, RankSuffixKeys
 from .core.pool import FreeList, PagePool
@@ -35,21 +36,6 @@ OBJECT_LAYOUTS = {
     HostLayout.PAGE_FIRST_DIRECT: "kv_layer_token",
 }
 """Byte order of a stored page, outermost axis first: host layouts that give the same bytes share objects."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoopClock:
-    """The loop's own time."""
-
-    loop: asyncio.AbstractEventLoop
-
-    def monotonic(self) -> float:
-        """Return the loop's time in seconds."""
-        return self.loop.time()
-
-    def call_later(self, delay_s: float, callback: Callable[[], None]) -> TimerHandle:
-        """Call ``callback`` after ``delay_s``."""
-        return self.loop.call_later(delay_s, callback)
 
 
 @dataclass(slots=True)
@@ -195,7 +181,7 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
 
 def _store_options(url: str, config: CacheConfig) -> dict[str, object]:
     # What the URL says itself comes first, and other stores believe nothing that could get old.
-    if url.startswith("file:") and "existence_ttl_s=" not in url:
+    if url.startswith(("file:", "guard+file:")) and "existence_ttl_s=" not in url:
         return {"existence_ttl_s": config.existence_ttl_s}
     return {}
 

@@ -15,6 +15,7 @@ import anyio
 
 from ._fence import EngineFence
 from ._log import logger
+from ._threads import check_process
 from .abc import Clock, Device, DevicePool, Fence, HostFence, Ranks, Store
 from .admin import Admin
 from .assembly import Owned, Parts, assemble
@@ -93,6 +94,11 @@ class HiCache:
     def state(self) -> State:
         """OPEN; NO_REUSE or FAILED: it serves, without reuse; CLOSED."""
         return State.CLOSED if self._ctx.closing else self._ctx.state
+
+    @property
+    def config(self) -> CacheConfig:
+        """What it was opened with."""
+        return self._parts.config
 
     # Requests
 
@@ -270,17 +276,14 @@ class HiCache:
         self._ctx.check_open()
 
     def _check(self) -> None:
+        # First: a child may run the very loop that it has inherited.
+        check_process(self._pid, "this cache", "open a cache of its own")
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             loop = None
         if loop is self._ctx.loop:
             return
-        if os.getpid() != self._pid:
-            raise WrongLoopError(
-                f"this cache belongs to process {self._pid}, this is its fork {os.getpid()}: "
-                "open a cache of its own here"
-            )
         where = "a thread without its loop running" if loop is None else f"another event loop, {loop!r}"
         raise WrongLoopError(
             f"this cache belongs to {self._ctx.loop!r} and was used from {where}; "

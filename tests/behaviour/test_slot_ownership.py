@@ -161,6 +161,7 @@ async def test_a_fetched_prefix_that_another_request_loads_is_let_go(open_cache:
         assert rig.ctx.prefetch_pages == 3
         assert (await lease.load()).loaded_tokens == 0
         assert rig.ctx.prefetch_pages == 0
+        await turns()  # the other request's copy has ended
         assert all(node.host.pins == 0 for node in tree_nodes(rig))
         await rig.push_out(4)
         assert rig.where("abc") == "ddd"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable
 
 from .._fence import resolve
-from .._threads import post_to_loop
+from .._threads import check_process, post_to_loop
 
 _HAND_OVER_S = 1e-6  # in effect about 60 us, the timer slack of Linux
 
@@ -23,13 +24,14 @@ class CopyProgress:
         error: what ended the copy early; the layers from ``num_done`` on have failed.
     """
 
-    __slots__ = ("_callbacks", "_lock", "error", "name", "num_done", "num_layers")
+    __slots__ = ("_callbacks", "_lock", "_pid", "error", "name", "num_done", "num_layers")
 
     def __init__(self, num_layers: int, name: str) -> None:
         self.num_layers = num_layers
         self.name = name
         self.num_done = 0
         self.error: BaseException | None = None
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._callbacks: dict[int, list[Callable[[], None]]] = {}
 
@@ -72,7 +74,11 @@ class CopyProgress:
         settled.wait()
 
     def when_settled(self, layer: int, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once, in the thread that settles ``layer``; at once when it is settled."""
+        """Call ``callback`` once, in the thread that settles ``layer``; at once when it is settled.
+
+        Raises: WrongLoopError: in a forked child, where no thread would.
+        """
+        check_process(self._pid, f"the copy {self.name!r}", "open a cache of its own")
         with self._lock:
             if not self.is_settled(layer):
                 self._callbacks.setdefault(layer, []).append(callback)

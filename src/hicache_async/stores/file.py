@@ -12,7 +12,7 @@ from concurrent.futures import Executor
 from typing import Self
 
 from .._log import logger
-from .._threads import DaemonThreads
+from .._threads import DaemonThreads, check_process
 from ..errors import ConfigError, StoreUnavailable, WrongLoopError
 from ..types import Stop, StopToken
 from ._buffers import check_buffers
@@ -75,6 +75,7 @@ class FileStore:
             DaemonThreads(self._num_lanes + 1, "hicache-store") if threads is None else threads
         )
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = 0
         self._opened: Lanes | None = None
         self._closed = False
         self._logged_errnos: set[int | None] = set()
@@ -207,9 +208,12 @@ class FileStore:
         return found
 
     async def aclose(self) -> None:
-        """Refuse new calls, stop the running ones and let the threads go; never waits for one."""
+        """Refuse new calls, stop the running ones and let the threads go; never waits for one.
+
+        In a forked child, of a store that was in use, there is nothing to stop.
+        """
         self._closed = True
-        if self._opened is not None:
+        if self._opened is not None and self._pid == os.getpid():
             self._opened.close()
         if self._own_threads:
             self._threads.shutdown(wait=False)
@@ -220,7 +224,11 @@ class FileStore:
         loop = asyncio.get_running_loop()
         if self._opened is None:
             self._loop, self._opened = loop, Lanes(loop, self._threads, self._num_lanes)
-        elif loop is not self._loop:
+            self._pid = os.getpid()
+            return self._opened
+        # The parent's names for files under construction are the parent's to use.
+        check_process(self._pid, f"the store at {self.root}", "open one of its own")
+        if loop is not self._loop:
             raise WrongLoopError(
                 f"the store at {self.root} is used on a second event loop; open one for each"
             )
