@@ -13,46 +13,33 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from ._fence import ThreadFence
 from .abc import Fence
-from .checks import check_commit, check_discard, check_fence, check_live, check_loaded, checked_count
+from .checks import (
+    check_commit,
+    check_discard,
+    check_fence,
+    check_live,
+    check_loaded,
+    checked_count,
+    checked_priority,
+)
 from .config import PrefetchPolicy
 from .core.announcements import Claim
 from .core.holding import Holding
 from .core.tokens import TokenKey, token_bytes
 from .errors import ConfigError, LeaseError
+from .flows.allocate import Allocation
+from .flows.books import books_of
 from .flows.load import Loading
 from .flows.movers import Movers
 from .flows.prefetch import Prefetch
 from .types import Books, Pages, PrefetchResult, State, Tokens
 
 __all__ = ["Allocation", "Loading", "Prefetch", "PrefixLease"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Allocation:
-    """Device pages to compute into.
-
-    Attributes:
-        pages: only the new pages, int64, in logical order; never a half-full tail handed out before.
-        after: block the computing stream (or thread) on it before writing; None: write at once.
-    """
-
-    pages: Pages
-    after: Fence | None
-
-    def block(self, stream: object | None = None) -> None:
-        """Order ``stream`` behind :attr:`after`; without streams the calling thread waits. Any thread.
-
-        A page that was evicted a moment ago may still be read by the copy that takes its bytes to the
-        host: call this before anything is written, once per allocation.
-        """
-        if self.after is not None:
-            self.after.block(stream)
 
 
 class PrefixLease:
@@ -141,7 +128,7 @@ class PrefixLease:
     def pending_tokens(self) -> int:
         """Tokens beyond those local here that another lease has announced and not committed yet."""
         ctx = self._movers.ctx
-        if self._holding.released or not ctx.reuses:
+        if self._holding.released or not (ctx.reuses or self._is_agreed):
             return 0
         if ctx.ranks.size > 1 and self._holding.loaded:  # from where all ranks compute
             first_page = self.local_tokens // ctx.page_tokens
@@ -183,7 +170,14 @@ class PrefixLease:
             policy = PrefetchPolicy(ctx.config.prefetch_policy)
         if not isinstance(policy, PrefetchPolicy):
             raise ConfigError(f"policy is {policy!r}; give one such as PrefetchPolicy.timeout(), or None")
-        self._prefetch = Prefetch(ctx, self._movers.offloads, self._holding, policy, self._ticket(b"plan"))
+        self._prefetch = Prefetch(
+            ctx,
+            self._movers.offloads,
+            self._holding,
+            policy,
+            self._ticket(b"plan") if ctx.ranks.size > 1 else b"",
+            priority=checked_priority("priority", priority),
+        )
         return self._prefetch
 
     async def load(
@@ -230,13 +224,18 @@ class PrefixLease:
 
     def _enter_step(self) -> None:
         # Announcements count from what is agreed, and are made in the order agreed: so every rank makes the same.
+        if self._is_agreed:
+            self._claim.announce(self.local_tokens // self._movers.ctx.page_tokens, self._announce_end)
+
+    @property
+    def _is_agreed(self) -> bool:
+        # Whether what is announced is the same on every rank, one that has failed by itself among them.
         ctx = self._movers.ctx
-        if ctx.ranks.size > 1 and ctx.reuses:
-            self._claim.announce(self.local_tokens // ctx.page_tokens, self._announce_end)
+        return ctx.ranks.size > 1 and ctx.ranks_lost is None and self._holding.loaded
 
     def _loaded(self, loading: Loading) -> None:
         ctx, holding = self._movers.ctx, self._holding
-        self._books = self._balance(loading)
+        self._books = books_of(holding, loading, self._prefetch, ctx.page_tokens)
         ctx.metrics.book(self._books)
         if self._prefetch is not None:
             self._prefetch.give_up_charges()
@@ -244,20 +243,6 @@ class PrefixLease:
         self.device_tokens = self.local_tokens = loading.tokens
         if holding.device_end is not None and ctx.reuses:
             self._movers.back_up(holding.device_end)
-
-    def _balance(self, loading: Loading) -> Books:
-        # What was fetched for this lease is the store's, whoever loaded it; what else is loaded, the host's.
-        page_tokens, tokens, prompt = self._movers.ctx.page_tokens, loading.tokens, self._holding.length
-        first = fetched_end = 0
-        host_end = self._holding.host_end
-        if self._prefetch is not None and host_end is not None and host_end.attached:
-            first = min(tokens, self._prefetch.start_page * page_tokens)
-            fetched_end = min(tokens, first + self._prefetch.fetched_pages * page_tokens)
-        from_store = fetched_end - first
-        loaded_start = tokens - loading.loaded_tokens
-        from_both = max(0, fetched_end - max(first, loaded_start))
-        from_host = loading.loaded_tokens - from_both
-        return Books(prompt, tokens - from_store - from_host, from_host, from_store, prompt - tokens)
 
     # Computing the rest
 
@@ -308,6 +293,8 @@ class PrefixLease:
         fence = ctx.device.fence(None) if after is None else after
         doubtful = isinstance(fence, ThreadFence) and fence.error is not None
         if not ctx.reuses or doubtful:
+            if self._is_agreed:  # the other ranks have it now
+                self._claim.committed(start, end_page)
             return start * ctx.page_tokens
         ready = () if fence.passed() else (fence,)
         end = holding.commit(end_page, ready)

@@ -8,16 +8,39 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .._fence import combine, resolve
+from ..abc import Fence
 from ..core.holding import Holding
 from ..core.page_table import PageTable
 from ..core.pool import NO_PAGES, Grant, Owner
 from ..errors import CapacityError
-from ..types import State, Tier
+from ..types import Pages, State, Tier
 from .context import Context
 from .offload import Offloads
 
 COPY_WAIT_S = 1.0
 """How long a load waits for a running copy to give room. Copies take milliseconds; this ends a hung one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Allocation:
+    """Device pages to compute into.
+
+    Attributes:
+        pages: only the new pages, int64, in logical order; never a half-full tail handed out before.
+        after: block the computing stream (or thread) on it before writing; None: write at once.
+    """
+
+    pages: Pages
+    after: Fence | None
+
+    def block(self, stream: object | None = None) -> None:
+        """Order ``stream`` behind :attr:`after`; without streams the calling thread waits. Any thread.
+
+        A page that was evicted a moment ago may still be read by the copy that takes its bytes to the
+        host: call this before anything is written, once per allocation.
+        """
+        if self.after is not None:
+            self.after.block(stream)
 
 
 @dataclass(slots=True, eq=False)
