@@ -184,18 +184,19 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def cast(self, ticket: bytes, vote: Sequence[int]) -> None:
+    def cast(self, ticket: bytes, vote: Sequence[int], *, patient: bool = False) -> None:
         """Vote without waiting. The first vote of this rank for a ticket counts, later ones do nothing.
 
         Args:
             ticket: 16 bytes, the same on every rank.
             vote: 1 to 8 integers, 0 .. 2**63-1, as many on every rank. Zeros alone settle the ticket at
-                once; so does, at zeros, a rank that is mute and has not voted.
+                once; so does, at zeros, a rank that has not voted and is mute, or has left.
+            patient: a mute rank is waited for until it answers or is lost; the same on every rank.
         Never raises for the group's state: a lost group takes votes and does nothing with them.
         """
         ...
 
-    async def agree(self, ticket: bytes, vote: Sequence[int]) -> Sequence[int]:
+    async def agree(self, ticket: bytes, vote: Sequence[int], *, patient: bool = False) -> Sequence[int]:
         """Cast ``vote`` before the first suspension, and return the element-wise MIN of all ranks' votes.
 
         Raises: ConsensusError: a rank was lost, or this one has left. Cancellation: ends the wait; the vote stands.

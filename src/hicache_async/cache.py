@@ -23,7 +23,7 @@ from .checks import checked_count, checked_priority, checked_prompt
 from .config import CacheConfig, RankLoss
 from .core.holding import Holding
 from .core.tokens import TokenKey
-from .errors import CapacityError, ClosedError, ConfigError, ConsensusError, WrongLoopError
+from .errors import CapacityError, ClosedError, ConfigError, WrongLoopError
 from .flows.audit import audit
 from .flows.context import Context
 from .flows.movers import Movers
@@ -297,14 +297,14 @@ class HiCache:
         self._movers = Movers(self._ctx, self._leases.values)
         self.admin = Admin(self._ctx, self._movers, self._check_open, self._owned)
         self._ctx.spawn(self._movers.backups.run(), "backups")
-        self._ctx.ranks.when_lost(self._rank_lost)
+        self._ctx.loss.add_done_callback(self._after_loss)
+        self._ctx.ranks.when_lost(self._ctx.lose_ranks)
 
-    def _rank_lost(self, error: ConsensusError) -> None:
+    def _after_loss(self, loss: asyncio.Future[None]) -> None:
         # What is cached may not be what the others think it is: it is matched no more, and its room is free.
         ctx = self._ctx
         if ctx.state is State.CLOSED:
             return
-        ctx.lose_ranks(error)
         if ctx.state is not State.FAILED:
             self._movers.forget()
         if ctx.config.on_rank_loss is RankLoss.CLOSE and self._closed is None:

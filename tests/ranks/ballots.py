@@ -21,6 +21,7 @@ class Oracle:
     heard_s: dict[int, float] = field(default_factory=dict)
     pinged_s: dict[int, list[float]] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
+    patient: set[bytes] = field(default_factory=set)
 
     def missing(self, ticket: bytes) -> set[int]:
         """Return the ranks that have not voted."""
@@ -40,15 +41,20 @@ class Oracle:
         limit_s = self.timeouts.consensus_timeout_s
         return self.left | {rank for rank in range(self.size) if self.silent_s(rank, now_s) >= limit_s}
 
+    def is_overdue(self, ticket: bytes, now_s: float) -> bool:
+        """Return whether a ticket has been waited for long enough."""
+        return ticket not in self.patient and now_s - self.first_s[ticket] >= self.timeouts.ticket_timeout_s
+
     def settle(self, now_s: float, *, at_tick: bool) -> list[tuple[bytes, Result]]:
         """Settle whatever the rules say; returns that, in order."""
         settled = []
         for ticket in self.open():
             votes, width = self.votes[ticket], len(next(iter(self.votes[ticket].values())))
-            overdue = at_tick and now_s - self.first_s[ticket] >= self.timeouts.ticket_timeout_s
+            overdue = at_tick and self.is_overdue(ticket, now_s)
+            absent = self.left if ticket in self.patient else self.absent(now_s)
             if not self.missing(ticket):
                 result = tuple(min(vote[i] for vote in votes.values()) for i in range(width))
-            elif overdue or self.missing(ticket) & self.absent(now_s) or (0,) * width in votes.values():
+            elif overdue or self.missing(ticket) & absent or (0,) * width in votes.values():
                 result = (0,) * width
             else:
                 continue
@@ -56,8 +62,12 @@ class Oracle:
             settled.append((ticket, result))
         return settled
 
-    def vote(self, rank: int, ticket: bytes, vote: Result, now_s: float) -> list[tuple[bytes, Result]]:
+    def vote(
+        self, rank: int, ticket: bytes, vote: Result, now_s: float, *, patient: bool
+    ) -> list[tuple[bytes, Result]]:
         """Count a vote."""
+        if patient:
+            self.patient.add(ticket)
         if ticket not in self.results:
             self.first_s.setdefault(ticket, now_s)
             self.votes.setdefault(ticket, {}).setdefault(rank, vote)
@@ -78,7 +88,7 @@ class Oracle:
         waited = {
             rank
             for ticket in self.open()
-            if now_s - self.first_s[ticket] < self.timeouts.ticket_timeout_s
+            if not self.is_overdue(ticket, now_s)
             for rank in self.missing(ticket)
         }
         unanswered = {rank for rank, pings in self.pinged_s.items() if pings}

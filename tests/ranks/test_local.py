@@ -49,6 +49,46 @@ async def test_a_held_rank_is_mute_and_comes_back(open_local: Opener) -> None:
     assert await group.agree(2, (5,), (6,), (7,)) == [(5,)] * 3
 
 
+async def test_a_patient_ticket_waits_for_a_mute_rank(open_local: Opener) -> None:
+    """Until it answers, beyond the time that a ticket may take; a vote of zeros settles it as any other."""
+    group = await open_local(3, ticket_timeout_s=2.0, group_timeout_s=30.0)
+    ranks = locals_of(group)
+    ranks[2].hold()
+    waiting = [asyncio.ensure_future(rank.agree(ticket_of(1), (7,), patient=True)) for rank in ranks[:2]]
+    given_up = asyncio.ensure_future(ranks[0].agree(ticket_of(2), (7,), patient=True))
+    for _ in range(20):
+        await turns()
+        group.clock.advance(0.3)
+    await turns()
+    assert not any(task.done() for task in waiting)
+    ranks[1].cast(ticket_of(2), (0,), patient=True)
+    assert tuple(await given_up) == (0,)
+    ranks[2].resume()
+    ranks[2].cast(ticket_of(1), (5,), patient=True)
+    assert [tuple(await task) for task in waiting] == [(5,)] * 2
+
+
+async def test_a_patient_ticket_ends_when_a_rank_leaves_or_is_lost(open_local: Opener) -> None:
+    """At zeros for one that has left; with the group for one that is lost."""
+    group = await open_local(3, group_timeout_s=5.0)
+    ranks = locals_of(group)
+    waiting = asyncio.ensure_future(ranks[0].agree(ticket_of(1), (7,), patient=True))
+    await turns()
+    await ranks[2].aclose()
+    assert tuple(await waiting) == (0,)
+    ranks[1].hold()
+    lost = asyncio.ensure_future(ranks[0].agree(ticket_of(2), (7,), patient=True))
+    assert tuple(await lost) == (0,)
+    group = await open_local(2, group_timeout_s=5.0)
+    locals_of(group)[1].hold()
+    lost = asyncio.ensure_future(group.ranks[0].agree(ticket_of(1), (7,), patient=True))
+    for _ in range(20):
+        await turns()
+        group.clock.advance(0.3)
+    with pytest.raises(ConsensusError, match="rank 1 answered nothing"):
+        await lost
+
+
 async def test_a_rank_that_is_held_for_long_is_lost(open_local: Opener) -> None:
     """On the others at the group timeout; on itself when it is resumed."""
     group = await open_local(3, group_timeout_s=5.0)

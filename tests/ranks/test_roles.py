@@ -65,10 +65,10 @@ class Counting:
         links = {rank: NotingLink(f"{rank}", self.log) for rank in (1, 2)}
         self.role = CountingRole(self.book, TIMEOUTS, links, self.clock)
 
-    def vote(self, number: int, *vote: int) -> None:
+    def vote(self, number: int, *vote: int, patient: bool = False) -> None:
         """Cast a vote of rank 0."""
         assert self.book.open(ticket_of(number), len(vote))
-        self.role.vote(ticket_of(number), vote)
+        self.role.vote(ticket_of(number), vote, patient=patient)
 
     def hear_vote(self, rank: int, number: int, *vote: int) -> None:
         """Let a vote come in."""

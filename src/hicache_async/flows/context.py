@@ -8,6 +8,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from structlog.typing import FilteringBoundLogger
+
 from .._fence import resolve
 from .._hop import Hop, HopRegistry
 from .._log import logger
@@ -25,6 +27,8 @@ from ..memory.device_kv import DeviceKV
 from ..memory.host import HostArena
 from ..metrics import Metrics
 from ..types import Pages, State, Tier
+from .admission import Admission
+from .deadlines import Deadlines
 
 if TYPE_CHECKING:
     from .charge import Charge
@@ -58,7 +62,9 @@ class Context:
         hop_pages: host pages that running reads may still be writing.
         moves: what running moves, and operators, have pinned.
         waits, prefetches: what a failure or close has to end.
+        logger: the module's, bound once; for lines of which there is one a request.
         ranks_lost: why the group of ranks is no more.
+        loss: done when it is.
         votes: loads whose offer to the other ranks is out and not settled yet: it must stay true.
         offers_nothing: a tier is about to be cleared, so loads offer nothing of what is cached.
     """
@@ -79,6 +85,7 @@ class Context:
     events: KVEvents
     room: Room
     metrics: Metrics = field(default_factory=Metrics)
+    logger: FilteringBoundLogger = field(default_factory=logger.bind)
     announcements: Announcements = field(default_factory=Announcements)
     state: State = State.OPEN
     failure: BaseException | None = None
@@ -94,10 +101,16 @@ class Context:
     prefetches: set[Prefetch] = field(default_factory=set)
     votes: set[asyncio.Future[None]] = field(default_factory=set)
     offers_nothing: bool = False
+    loss: asyncio.Future[None] = field(init=False)
     hops: HopRegistry = field(init=False)
+    deadlines: Deadlines = field(init=False)
+    admission: Admission = field(init=False)
 
     def __post_init__(self) -> None:
+        self.loss = self.loop.create_future()
         self.hops = HopRegistry(self.loop, self.fail)
+        self.deadlines = Deadlines(self.loop, self.clock, self.fail)
+        self.admission = Admission(self.loop, self.config.max_prefetches_in_flight)
 
     @property
     def page_tokens(self) -> int:
@@ -168,10 +181,12 @@ class Context:
         logger.error("cache.failed", error=repr(error), exc_info=error)
         self.wake_all()
 
-    async def agree(self, ticket: bytes, vote: Sequence[int]) -> Sequence[int] | None:
+    async def agree(
+        self, ticket: bytes, vote: Sequence[int], *, patient: bool = False
+    ) -> Sequence[int] | None:
         """Agree with the other ranks; None: one of them was lost."""
         try:
-            return await self.ranks.agree(ticket, vote)
+            return await self.ranks.agree(ticket, vote, patient=patient)
         except ConsensusError as lost:
             self.lose_ranks(lost)  # those who were told first have mostly done that
             return None
@@ -181,6 +196,7 @@ class Context:
         if self.ranks_lost is not None:
             return
         self.ranks_lost = error
+        self.loss.set_result(None)
         self.metrics.counters["ranks_lost"] += 1
         logger.error("ranks.lost", error=str(error), on_rank_loss=self.config.on_rank_loss.value)
         if self.state is State.OPEN:

@@ -12,19 +12,16 @@ The numbers count down in a vote, so that MIN is the latest one and 0 is nobody'
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..errors import ConsensusError
 from .allocate import DeviceRoom
-from .context import Context, consensus_error, settled_within
+from .context import Context, consensus_error
 
 NEVER = 1 << 62
 """A step that no engine reaches; step numbers are voted for as their distance to it."""
-
-RETRIES_PER_TIMEOUT = 3
-"""How often in ``consensus_timeout_s`` what a mute rank has spoiled is voted for again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,8 @@ class Steps:
         self._heard_of_loss = False
         self._entering: dict[object, _Entry] = {}
         """Loads that have returned, in the order agreed."""
-        self._undecided: dict[object, asyncio.Task[None]] = {}
+        self._undecided: dict[object, bytes] = {}
+        """Loads that have returned and whose step is still to be agreed on, and the tickets for that."""
 
     def vote(self) -> int:
         """Return what a load that is voted for now says about its step."""
@@ -60,28 +58,28 @@ class Steps:
         """Let a load that has returned here enter at the agreed step.
 
         Args:
-            agreed: what came of :meth:`vote`; 0: a mute rank spoiled the ticket, so ask again for the step.
+            agreed: what came of :meth:`vote`; 0: a mute rank spoiled the ticket, so agree on the step alone.
             ticket: of the load.
             on_enter: called as it enters, in the same order on every rank.
         """
         if agreed:
             self._entering[load] = _Entry(NEVER - agreed, on_enter)
         else:
-            task = self._ctx.spawn(self._decide(load, ticket, on_enter), "step-of-load")
-            if not task.done():
-                self._undecided[load] = task
+            self._undecided[load] = again(ticket)
+            self._ctx.spawn(self._decide(load, again(ticket), on_enter), "step-of-load")
 
     def forget(self, load: object) -> None:
         """Give out a load no more: its request has gone."""
         self._entering.pop(load, None)
-        if (task := self._undecided.pop(load, None)) is not None:
-            task.cancel()
+        if (ticket := self._undecided.pop(load, None)) is not None:
+            self._ctx.ranks.cast(ticket, (0,), patient=True)
 
     async def _decide(self, load: object, ticket: bytes, on_enter: Callable[[], None]) -> None:
-        agreed = await insist(self._ctx, again(ticket), lambda: (self.vote(),))
+        agreed = await self._ctx.agree(ticket, (self.vote(),), patient=True)
         step = self.number if agreed is None else NEVER - agreed[0]
-        self._entering[load] = _Entry(step, on_enter)
-        self._undecided.pop(load, None)
+        # At zero it was given up elsewhere, or the rank has left whose word this would be.
+        if self._undecided.pop(load, None) is not None and step < NEVER:
+            self._entering[load] = _Entry(step, on_enter)
 
     async def begin(self, num_pages: int) -> tuple[int, list[object]]:
         """Begin the next step: return the pages that every rank grants, and the loads that enter.
@@ -95,10 +93,11 @@ class Steps:
             self.number += 1
             self._is_open = True
         if ctx.ranks_lost is None:
-            agreed = await insist(
-                ctx, b"step" + self.number.to_bytes(12, "little"), lambda: (1, self._granted)
-            )
-            if agreed is not None:
+            ticket = b"step" + self.number.to_bytes(12, "little")
+            agreed = await ctx.agree(ticket, (1, self._granted), patient=True)
+            if agreed is not None and not agreed[0]:
+                ctx.lose_ranks(ConsensusError("a rank has left its group, and takes part in no further step"))
+            elif agreed is not None:
                 self._granted = agreed[1]
         self._is_open = False
         self._device_room.trim_step(self._granted)
@@ -113,21 +112,5 @@ class Steps:
 
 
 def again(ticket: bytes) -> bytes:
-    """Return the ticket under which all ranks ask again."""
+    """Return the ticket under which all ranks agree on what was spoiled."""
     return hashlib.sha256(b"again" + ticket).digest()[:16]
-
-
-async def insist(ctx: Context, name: bytes, vote: Callable[[], Sequence[int]]) -> Sequence[int] | None:
-    """Agree on something that no rank votes zeros for: again and again while a mute rank spoils it.
-
-    Every rank sees the same results, so all ask again, under the next ticket. None: a rank was lost.
-    """
-    ticket = name
-    while ctx.ranks_lost is None:
-        agreed = await ctx.agree(ticket, vote())
-        if agreed is None or any(agreed):
-            return agreed
-        ticket = again(ticket)
-        never: asyncio.Future[None] = ctx.loop.create_future()
-        await settled_within(ctx.clock, never, ctx.config.consensus_timeout_s / RETRIES_PER_TIMEOUT)
-    return None

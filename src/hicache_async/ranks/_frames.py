@@ -31,6 +31,8 @@ class Kind(enum.IntEnum):
     """The group will not exist; values: up to 8 ranks that did not come."""
     LOST = 8
     """The group is over; values: the rank, the Cause, milliseconds of silence."""
+    PATIENT_VOTE = 9
+    """As VOTE, for a ticket that waits for a mute rank."""
 
 
 class Cause(enum.IntEnum):

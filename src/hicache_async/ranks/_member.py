@@ -17,7 +17,7 @@ from .ballot import Result
 class Role(Protocol):
     """What a rank does for the group: count the votes, or send its own."""
 
-    def vote(self, ticket: bytes, vote: Result) -> None:
+    def vote(self, ticket: bytes, vote: Result, *, patient: bool) -> None:
         """Bring in the first vote of this rank for a ticket."""
         ...
 
@@ -37,12 +37,13 @@ class Member:
         self._pid = os.getpid()
         self._has_left = False
 
-    def cast(self, ticket: bytes, vote: Sequence[int]) -> None:
+    def cast(self, ticket: bytes, vote: Sequence[int], *, patient: bool = False) -> None:
         """Vote without waiting. The first vote of this rank for a ticket counts, later ones do nothing.
 
         Args:
             ticket: 16 bytes, the same on every rank.
             vote: 1 to 8 integers, 0 .. 2**63-1, as many on every rank.
+            patient: whether a mute rank is waited for; the same on every rank.
         Raises:
             ConfigError: a ticket or a vote of another form.
             WrongLoopError: another loop or thread, or a fork. Never for the group's state.
@@ -50,9 +51,9 @@ class Member:
         self._check_loop()
         numbers = _checked_vote(ticket, vote)
         if self._book.open(ticket, len(numbers)):
-            self._role.vote(ticket, numbers)
+            self._role.vote(ticket, numbers, patient=patient)
 
-    async def agree(self, ticket: bytes, vote: Sequence[int]) -> Sequence[int]:
+    async def agree(self, ticket: bytes, vote: Sequence[int], *, patient: bool = False) -> Sequence[int]:
         """Cast ``vote`` before the first suspension, and return the element-wise MIN of all ranks' votes.
 
         Raises:
@@ -60,7 +61,7 @@ class Member:
             ConfigError, WrongLoopError: as :meth:`cast`.
         Cancellation: ends the wait; the vote stands, and others who wait for the ticket hear of it.
         """
-        self.cast(ticket, vote)
+        self.cast(ticket, vote, patient=patient)
         book = self._book
         if book.ended is not None:  # also for what had settled: others may never have heard of it
             raise ConsensusError(book.ended)

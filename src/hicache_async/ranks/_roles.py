@@ -14,6 +14,8 @@ from ._book import Book
 from ._frames import Cause, Frame, Kind, loss_text
 from .ballot import HUB_RANK, Ballot, Result, Settled, Silence, Timeouts
 
+VOTES = (Kind.VOTE, Kind.PATIENT_VOTE)
+
 
 class Link(Protocol):
     """Carries frames to one other rank, in order. Nothing in it waits, and nothing calls back from within."""
@@ -69,9 +71,9 @@ class CountingRole:
         self._over = False
         """Nothing is decided any more: a rank was lost, or this one left."""
 
-    def vote(self, ticket: bytes, vote: Result) -> None:
+    def vote(self, ticket: bytes, vote: Result, *, patient: bool) -> None:
         """Count this rank's own vote."""
-        self._count(HUB_RANK, ticket, vote)
+        self._count(HUB_RANK, ticket, vote, patient)
 
     def leave(self) -> None:
         """Settle what is open at zeros, and tell the others that nobody counts any more."""
@@ -89,7 +91,7 @@ class CountingRole:
         if self._over:
             return
         self._ballot.hear(rank)
-        if frame.kind is Kind.VOTE and frame.values:
+        if frame.kind in VOTES and frame.values:
             self._on_vote(rank, frame)
         elif frame.kind is Kind.LEAVE:
             self._deliver(self._ballot.leave(rank))
@@ -109,11 +111,12 @@ class CountingRole:
         if result is not None:  # it may have been told already, and takes it once
             self._links[rank].send(Frame(Kind.RESULT, frame.ticket, result))
         else:
-            self._count(rank, frame.ticket, frame.values)
+            self._count(rank, frame.ticket, frame.values, frame.kind is Kind.PATIENT_VOTE)
 
-    def _count(self, rank: int, ticket: bytes, vote: Result) -> None:
+    def _count(self, rank: int, ticket: bytes, vote: Result, patient: bool) -> None:
         try:
-            settled = self._ballot.vote(rank, ticket, vote, self._clock.monotonic())
+            now_s = self._clock.monotonic()
+            settled = self._ballot.vote(rank, ticket, vote, now_s, patient=patient)
         except ConsensusError:
             self._lose(rank, Cause.DISAGREES)
         else:
@@ -169,12 +172,12 @@ class VotingRole:
         self._pulse = Pulse(clock, timeouts.period_s, self._tick)
         self._hub_left = False
 
-    def vote(self, ticket: bytes, vote: Result) -> None:
+    def vote(self, ticket: bytes, vote: Result, *, patient: bool) -> None:
         """Send this rank's vote; without a rank 0 to count it the ticket settles at zeros."""
         if self._hub_left:
             self._book.settle(ticket, (0,) * len(vote))
         else:
-            self._link.send(Frame(Kind.VOTE, ticket, vote))
+            self._link.send(Frame(VOTES[patient], ticket, vote))
             self._keep_time()
 
     def leave(self) -> None:

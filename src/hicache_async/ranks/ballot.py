@@ -7,6 +7,8 @@ A ticket is open from its first vote until it settles, and it settles
 - at zeros when a rank whose vote is missing is mute or has left,
 - at zeros when ``ticket_timeout_s`` is over since the first vote, though the missing rank answers.
 
+A *patient* ticket is about what cannot be missed: it waits for a mute rank as long as that is not lost.
+
 A rank is *mute* when it was pinged and nothing at all came from it for ``consensus_timeout_s``, and *lost*
 when that has lasted for ``group_timeout_s``. Any message ends it.
 """
@@ -103,6 +105,7 @@ class _Open:
     missing: int
     """The ranks that have not voted, one bit each."""
     since_s: float
+    patient: bool
 
 
 @dataclass(slots=True)
@@ -150,9 +153,13 @@ class Ballot:
         """Note that a message came from ``rank``, whatever it says: it is not mute."""
         self._silences.pop(rank, None)
 
-    def vote(self, rank: int, ticket: bytes, vote: Result, now_s: float) -> list[Settled]:
+    def vote(
+        self, rank: int, ticket: bytes, vote: Result, now_s: float, *, patient: bool = False
+    ) -> list[Settled]:
         """Count a vote, the first of this rank for this ticket; returns what it settles.
 
+        Args:
+            patient: whether the ticket is; its first vote says so.
         Raises: ConsensusError: another rank voted on more or fewer numbers; nothing was counted.
         """
         if self._results.get(ticket) is not None:
@@ -160,7 +167,7 @@ class Ballot:
         bit = 1 << rank
         entry = self._open.get(ticket)
         if entry is None:
-            entry = self._open[ticket] = _Open(vote, self._everybody, now_s)
+            entry = self._open[ticket] = _Open(vote, self._everybody, now_s, patient)
         elif len(entry.minimum) != len(vote):
             raise ConsensusError(f"rank {rank} voted on {len(vote)} numbers, others on {len(entry.minimum)}")
         if not entry.missing & bit:
@@ -169,7 +176,7 @@ class Ballot:
         entry.minimum = tuple(map(min, entry.minimum, vote))
         if not entry.missing:
             return [self._settle(ticket, entry.minimum)]
-        if not any(vote) or entry.missing & self._absent():
+        if not any(vote) or entry.missing & (self._left if entry.patient else self._absent()):
             return [self._settle_at_zeros(ticket)]
         if len(self._open) > self._max_open:
             return [self._settle_at_zeros(next(iter(self._open)))]
@@ -179,7 +186,7 @@ class Ballot:
         """Count ``rank`` as voting zeros from now on; returns what that settles."""
         self._left |= 1 << rank
         self._silences.pop(rank, None)
-        return self._settle_missing(1 << rank)
+        return self._settle_missing(1 << rank, patient=True)
 
     def settle_all(self) -> list[Settled]:
         """Settle every open ticket at zeros, because nobody will count any more; returns them."""
@@ -194,7 +201,7 @@ class Ballot:
             turn.pings.append(rank)
             if silence.is_lost:
                 turn.lost.append((rank, silence.seconds))
-        turn.settled += self._settle_missing(self._absent())
+        turn.settled += self._settle_missing(self._absent(), patient=False)
         return turn
 
     def _awaited(self) -> list[int]:
@@ -211,11 +218,17 @@ class Ballot:
 
     def _settle_overdue(self, now_s: float) -> list[Settled]:
         latest_s = now_s - self._timeouts.ticket_timeout_s
-        overdue = [ticket for ticket, entry in self._open.items() if entry.since_s <= latest_s]
+        overdue = [
+            ticket for ticket, entry in self._open.items() if entry.since_s <= latest_s and not entry.patient
+        ]
         return [self._settle_at_zeros(ticket) for ticket in overdue]
 
-    def _settle_missing(self, absent: int) -> list[Settled]:
-        hopeless = [ticket for ticket, entry in self._open.items() if entry.missing & absent]
+    def _settle_missing(self, absent: int, *, patient: bool) -> list[Settled]:
+        hopeless = [
+            ticket
+            for ticket, entry in self._open.items()
+            if entry.missing & absent and (patient or not entry.patient)
+        ]
         return [self._settle_at_zeros(ticket) for ticket in hopeless]
 
     def _settle_at_zeros(self, ticket: bytes) -> Settled:

@@ -13,10 +13,10 @@ class SoloRanks:
     rank: int = 0
     size: int = 1
 
-    def cast(self, ticket: bytes, vote: Sequence[int]) -> None:
+    def cast(self, ticket: bytes, vote: Sequence[int], *, patient: bool = False) -> None:
         """Do nothing: nobody else waits for it."""
 
-    async def agree(self, ticket: bytes, vote: Sequence[int]) -> Sequence[int]:
+    async def agree(self, ticket: bytes, vote: Sequence[int], *, patient: bool = False) -> Sequence[int]:
         """Return ``vote``, without giving up the loop."""
         return tuple(vote)
 

@@ -136,9 +136,9 @@ class _Recorder:
         self._role = role
         self.votes: list[tuple[bytes, Result]] = []
 
-    def vote(self, ticket: bytes, vote: Result) -> None:
+    def vote(self, ticket: bytes, vote: Result, *, patient: bool) -> None:
         self.votes.append((ticket, vote))
-        self._process.do(lambda: self._role.vote(ticket, vote))
+        self._process.do(lambda: self._role.vote(ticket, vote, patient=patient))
 
     def leave(self) -> None:
         self._process.do(self._role.leave)
