@@ -13,10 +13,16 @@ from collections.abc import Sequence
 import structlog
 import torch
 
-from . import file, flow, tree
+from . import file, flow, inflight, storm, tree
 from .harness import Benchmark, Record, choose
 
-BENCHMARKS: list[Benchmark] = [*tree.BENCHMARKS, *file.BENCHMARKS, *flow.BENCHMARKS]
+BENCHMARKS: list[Benchmark] = [
+    *tree.BENCHMARKS,
+    *file.BENCHMARKS,
+    *flow.BENCHMARKS,
+    *inflight.BENCHMARKS,
+    *storm.BENCHMARKS,
+]
 
 ROW = "{:<16} {:<24} {:>10} {:>10} {:<4} {:>7} {:>7}  {}"
 HEADER = ROW.format("name", "params", "value", "floor", "unit", "ratio", "spread", "floor is")
@@ -29,7 +35,7 @@ def as_row(record: Record) -> str:
     return ROW.format(
         record.name, params, fields["value"], fields["floor"], record.unit, f"{record.ratio:.2f}x",
         f"{record.spread:.0%}", record.floor_name,
-    )  # fmt: skip
+    ) + "".join(f"  {name}={fields[name]}" for name in record.fields)  # fmt: skip
 
 
 async def run(benchmarks: Sequence[Benchmark], *, as_json: bool, quick: bool) -> None:

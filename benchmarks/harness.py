@@ -29,6 +29,7 @@ class Record:
         spread: distance between the quartiles of the ratios of single rounds, over ``ratio``; a large
             one says that the machine was busy.
         load: processes that wanted a core, averaged over the last minute, this one included.
+        fields: what else was found, each a field of its own in JSON.
     """
 
     name: str
@@ -41,10 +42,12 @@ class Record:
     spread: float
     rounds: int
     load: float
+    fields: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
         """Return the fields in order, numbers rounded to four digits that mean something."""
         fields = dataclasses.asdict(self)
+        fields |= fields.pop("fields")
         return {name: rounded(value) if isinstance(value, float) else value for name, value in fields.items()}
 
 
@@ -149,9 +152,16 @@ async def measure(
 
 
 def counted(
-    name: str, params: dict[str, Param], value: float, floor: float, *, floor_name: str, unit: str
+    name: str,
+    params: dict[str, Param],
+    value: float,
+    floor: float,
+    *,
+    floor_name: str,
+    unit: str,
+    fields: dict[str, float] | None = None,
 ) -> Record:
-    """Return the record of what is counted, not timed, and comes out the same each time."""
+    """Return the record of what is not sampled in rounds: counted, or timed as it happened."""
     return Record(
         name=name,
         params=params,
@@ -163,6 +173,7 @@ def counted(
         spread=0.0,
         rounds=1,
         load=os.getloadavg()[0],
+        fields=fields or {},
     )
 
 

@@ -176,6 +176,18 @@ def test_a_quick_run_prints_one_json_object_a_line() -> None:
         assert record["value"] > 0 and record["floor"] > 0 and record["ratio"] > 0
 
 
+def test_prefetches_in_flight_are_weighed() -> None:
+    """Each count has its record, with time, memory and lateness of the loop; memory stays bounded for each request."""
+    records = run_module("benchmarks", "--quick", "--only", "inflight", "--format", "json")
+    assert [(record["name"], record["params"]["count"]) for record in records] == [
+        ("inflight.prefetch", 100),
+        ("inflight.prefetch", 1000),
+    ]
+    for record in records:
+        assert record["loop_cpu_us"] == record["value"] > 0 and record["lag_ms"] >= 0
+    assert 0 < records[1]["heap_bytes"] < 2048
+
+
 def test_our_side_of_the_tree_measures_what_its_suite_names() -> None:
     """Each record of the tree beside others comes back from our side, with all of its samples."""
     (suite,) = (suite for suite in peers.SUITES if suite.family == "tree")

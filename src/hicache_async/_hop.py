@@ -9,7 +9,7 @@ owns is in the closure of ``on_settled``, the only place that may give it back o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from typing import Any, Generic, TypeVar
 
@@ -24,26 +24,49 @@ class Hop(Generic[T]):
     """One thread job, one store call or one submitted copy.
 
     Attributes:
-        settled: resolves to None after ``on_settled`` has run; wait for it with ``asyncio.wait``,
-            which never cancels what it waits for.
         result, error: the outcome; both None until settled.
     """
 
-    __slots__ = ("_on_settled", "_registry", "error", "name", "result", "settled", "stop", "task")
+    __slots__ = (
+        "_is_settled",
+        "_on_settled",
+        "_registry",
+        "_settled",
+        "error",
+        "name",
+        "result",
+        "stop",
+        "task",
+    )
 
-    def __init__(self, name: str, on_settled: Callable[[Hop[T]], None], registry: HopRegistry) -> None:
+    def __init__(
+        self, name: str, on_settled: Callable[[Hop[T]], None], registry: HopRegistry, priority: int = 0
+    ) -> None:
         self.name = name
-        self.stop = StopToken()
+        self.stop = StopToken(priority)
         self.result: T | None = None
         self.error: BaseException | None = None
-        self.settled: asyncio.Future[None] = registry.loop.create_future()
+        self._is_settled = False
+        self._settled: asyncio.Future[None] | None = None
         self.task: asyncio.Task[T] | None = None
         self._on_settled = on_settled
         self._registry = registry
         registry.live.add(self)
 
     def __repr__(self) -> str:
-        return f"<Hop {self.name} {'settled' if self.settled.done() else 'running'}>"
+        return f"<Hop {self.name} {'settled' if self._is_settled else 'running'}>"
+
+    @property
+    def settled(self) -> asyncio.Future[None]:
+        """What resolves to None after ``on_settled`` has run; made when somebody asks for it.
+
+        Wait for it with ``asyncio.wait``, which never cancels what it waits for.
+        """
+        if self._settled is None:
+            self._settled = self._registry.loop.create_future()
+            if self._is_settled:
+                self._settled.set_result(None)
+        return self._settled
 
     def settle(self, result: T | None = None, error: BaseException | None = None) -> None:
         """Record the outcome, run ``on_settled`` and wake the waiters. Loop thread, once.
@@ -59,8 +82,9 @@ class Hop(Generic[T]):
         except Exception as bug:  # noqa: BLE001 - a mover's top level: a bug must not vanish in a callback
             self._registry.on_bug(bug)
         finally:
-            if not self.settled.done():
-                self.settled.set_result(None)
+            self._is_settled = True
+            if self._settled is not None and not self._settled.done():
+                self._settled.set_result(None)
 
 
 class HopRegistry:
@@ -95,18 +119,24 @@ class HopRegistry:
         return hop
 
     def start_call(
-        self, name: str, call: Callable[[StopToken], Awaitable[T]], on_settled: Callable[[Hop[T]], None]
+        self,
+        name: str,
+        call: Callable[[StopToken], Coroutine[Any, Any, T]],
+        on_settled: Callable[[Hop[T]], None],
+        *,
+        priority: int = 0,
     ) -> Hop[T]:
         """Run a coroutine, mostly a store's, as a task that nobody else waits for or cancels.
 
         The hop settles when the coroutine has ended *and* the jobs it bracketed with its stop token
         have. A coroutine torn away by a foreign cancel (a loop shutting down) that never bracketed a
         job may have left a thread behind: its hop stays live, and what it owns is never reused.
-        """
-        hop = Hop(name, on_settled, self)
 
-        async def run() -> T:
-            return await call(hop.stop)
+        Args:
+            call: a coroutine function; what it raises is the hop's error.
+            priority: of the stop token, for stores where calls queue.
+        """
+        hop = Hop(name, on_settled, self, priority)
 
         def ended(task: asyncio.Task[T]) -> None:
             error = asyncio.CancelledError() if task.cancelled() else task.exception()
@@ -118,6 +148,6 @@ class HopRegistry:
             elif not torn or hop.stop.tracked:
                 hop.settle(result, error)
 
-        hop.task = self.loop.create_task(run(), name=f"hicache:{name}")
+        hop.task = self.loop.create_task(call(hop.stop), name=f"hicache:{name}")
         hop.task.add_done_callback(ended)
         return hop

@@ -293,6 +293,7 @@ class HiCache:
     # Opening and closing
 
     async def _open(self) -> None:
+        self._pid = os.getpid()  # it may have been made before a fork
         self._ctx, self._owned = await assemble(self._parts, self._pump)
         self._movers = Movers(self._ctx, self._leases.values)
         self.admin = Admin(self._ctx, self._movers, self._check_open, self._owned)
@@ -317,7 +318,7 @@ class HiCache:
         """Refuse new work, write what is pending for at most ``close_timeout_s``, then abandon what hangs.
 
         Pages of a hung hop keep their owner, and the arena with it; the report names the stuck calls.
-        May be called again. Cancellation: what was not drained is abandoned at once.
+        May be called again. Cancellation: a native cancel abandons at once what was not drained, an anyio scope waits for it.
         """
         self._check()
         if self._closed is not None:
@@ -355,7 +356,7 @@ class HiCache:
 
     def _warn_of_leases(self) -> None:
         # Last of all, for the application may turn warnings into errors.
-        for lease in self._leases:
+        for lease in [each for each, holding in self._leases.items() if not holding.released]:
             message = f"{lease!r} was not released before the cache was closed"
             warnings.warn(message, ResourceWarning, stacklevel=3, source=lease)
 

@@ -106,6 +106,7 @@ _RANGES: dict[str, tuple[type, float, bool, float]] = {
     "write_back_low_water": (float, 0, True, 1),
     "pin_capacity_fraction": (float, 0, True, 1),
     "store_batch_pages": (int, 1, True, 1 << 16),
+    "max_prefetches_in_flight": (int, 1, True, 1 << 16),
     "max_loads_in_flight": (int, 1, True, 1 << 10),
     "max_offloads_in_flight": (int, 1, True, 1 << 16),
     "max_backups_pending": (int, 1, True, 1 << 24),
@@ -158,6 +159,8 @@ class CacheConfig:
     store_batch_pages: int = 128
     load_threshold_tokens: int | None = None
     """A smaller load is recomputed instead; None: one page."""
+    max_prefetches_in_flight: int = 64
+    """Prefetches that use the store at once; others wait their turn, by priority."""
     max_loads_in_flight: int = 3
     max_offloads_in_flight: int = 64
     """Device-to-host copies under way at once; one more is skipped, counted and made up for later."""

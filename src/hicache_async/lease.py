@@ -37,6 +37,7 @@ from .flows.books import books_of
 from .flows.load import Loading
 from .flows.movers import Movers
 from .flows.prefetch import Prefetch
+from .flows.steps import again
 from .types import Books, Pages, PrefetchResult, State, Tokens
 
 __all__ = ["Allocation", "Loading", "Prefetch", "PrefixLease"]
@@ -365,7 +366,9 @@ class PrefixLease:
             return
         if self._prefetch is None:
             ctx.ranks.cast(self._ticket(b"plan"), (0,))
-        ctx.ranks.cast(self._ticket(b"ready"), (0, 0, 0))
+        ready = self._ticket(b"ready")
+        ctx.ranks.cast(ready, (0, 0, 0))
+        ctx.ranks.cast(again(ready), (0,), patient=True)
 
     # Checks
 

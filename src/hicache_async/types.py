@@ -83,10 +83,12 @@ class StopToken:
     when the coroutine has ended and every job has.
     """
 
-    __slots__ = ("_jobs", "_quiet", "reason", "stopped", "tracked")
+    __slots__ = ("_jobs", "_quiet", "priority", "reason", "stopped", "tracked")
 
-    def __init__(self) -> None:
+    def __init__(self, priority: int = 0) -> None:
         self.stopped = False
+        self.priority = priority
+        """Where calls queue in a store the higher is served first; may rise while the call waits."""
         self.reason: Stop | None = None
         """Why a read came back short, where the store can tell: VANISHED, CORRUPT or STORE_FAULT."""
         self.tracked = False

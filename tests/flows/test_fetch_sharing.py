@@ -9,7 +9,7 @@ import pytest
 from hicache_async import PrefetchPolicy, Stop
 from hicache_async.stores.memory import MemoryStore
 from hicache_async.testing.faults import HangingStore, HeldStore
-from tests.flows.rig import Opener, Rig, driven, turns
+from tests.flows.rig import Opener, Rig, driven, page_hashes, turns
 from tests.flows.stores import PageByPageStore, RecordingStore
 
 pytestmark = pytest.mark.asyncio
@@ -201,3 +201,135 @@ async def test_pages_that_came_meanwhile_are_not_brought_twice(open_cache: Opene
         assert rig.where("abcd") == "bbhh"
         assert rig.cache.stats().host.in_tree == 6
         rig.check_local("abcd")
+
+
+async def test_three_share_one_goes_all_go_and_a_fourth_comes(open_cache: Opener) -> None:
+    """The first to go hurts nobody, the last stops the read after the page in hand, and the next starts afresh."""
+    store = PageByPageStore(MemoryStore())
+    rig = await open_cache(store=store)
+    await rig.put_in_store("abcdef")
+    leases = [rig.lease("abcdef") for _ in range(4)]
+    tasks = [asyncio.create_task(lease.prefetch(BEST_EFFORT)) for lease in leases[:3]]
+    await turns()
+    assert store.calls["read"] == 1
+    tasks[0].cancel()
+    store.let_read(1)
+    await turns()
+    assert store.touched == 1 and not tasks[1].done()
+    for task in tasks[1:]:
+        task.cancel()
+    await turns()
+    assert all(task.cancelled() for task in tasks)
+    assert not rig.ctx.fetches
+    fourth = asyncio.create_task(leases[3].prefetch(BEST_EFFORT))
+    await turns()
+    assert store.calls["read"] == 2
+    store.let_read(100)
+    assert (await fourth).fetched_tokens == 24
+    assert store.touched <= 1 + 1 + 6  # before the stop, the page in hand, and the fourth's own
+    rig.check_local("abcdef")
+    for lease in leases:
+        lease.release()
+    await turns()
+    rig.cache.audit()
+
+
+async def test_who_comes_between_two_batches_joins_the_rest(open_cache: Opener) -> None:
+    """A request whose prompt is local up to where a running read has come joins that read."""
+    store = HeldStore(recording := RecordingStore(MemoryStore()), {"read"})
+    rig = await open_cache(store=store, store_batch_pages=2)
+    await rig.put_in_store("abcdef")
+    with rig.lease("abcdef") as lease:
+        first = lease.start_prefetch(BEST_EFFORT)
+        await store.arrived()
+        store.let_in("read")
+        await turns()
+        assert rig.where("abcdef") == "hh"
+        with rig.lease("abcdef") as newcomer:
+            second = newcomer.start_prefetch(BEST_EFFORT)
+            await turns()
+            assert len(store.waiting) == 1
+            store.open()
+            assert (await second.settled()).fetched_tokens == 16
+            assert (await first.settled()).fetched_tokens == 24
+            assert recording.num_read == 6
+            assert rig.counters["fetches_joined"] == 1
+
+
+async def test_who_has_all_that_it_wants_does_not_wait_for_the_rest(open_cache: Opener) -> None:
+    """A joiner with a shorter prompt ends when its pages are there, and the read goes on for the other."""
+    store = HeldStore(MemoryStore(), {"read"})
+    rig = await open_cache(store=store, store_batch_pages=2)
+    await rig.put_in_store("abcdef")
+    with rig.lease("abcdef") as lease, rig.lease("ab") as short:
+        first = lease.start_prefetch(BEST_EFFORT)
+        await store.arrived()
+        second = short.start_prefetch(BEST_EFFORT)
+        await turns()
+        store.let_in("read")
+        assert (await second.settled()).fetched_tokens == 8
+        store.open()
+        assert (await first.settled()).fetched_tokens == 24
+
+
+async def test_who_started_a_read_may_have_enough_before_the_others(open_cache: Opener) -> None:
+    """When the one who started goes with what it wanted, those who joined get the rest."""
+    store = HeldStore(recording := RecordingStore(MemoryStore()), {"read"})
+    rig = await open_cache(store=store, store_batch_pages=2)
+    await rig.put_in_store("abcd")
+    with rig.lease("ab") as short, rig.lease("abcd") as lease:
+        first = short.start_prefetch(BEST_EFFORT)
+        await store.arrived()
+        second = lease.start_prefetch(BEST_EFFORT)
+        await turns()
+        store.open()
+        assert (await first.settled()).stop is (await second.settled()).stop is Stop.COMPLETE
+        assert recording.num_read == 4
+        assert rig.where("abcd") == "hhhh"
+
+
+async def test_only_what_is_in_its_own_prompt_counts(open_cache: Opener) -> None:
+    """A joiner whose prompt goes on differently is credited, and keeps, the part in common and no more."""
+    store = HeldStore(MemoryStore(), {"read"})
+    rig = await open_cache(store=store)
+    await rig.put_in_store("abcd")
+    await rig.put_in_store("abxy")
+    with rig.lease("abcd") as lease, rig.lease("abxy") as other:
+        first = lease.start_prefetch(BEST_EFFORT)
+        await store.arrived()
+        second = other.start_prefetch(BEST_EFFORT)
+        await turns()
+        inner = store.inner
+        assert isinstance(inner, MemoryStore)
+        await inner.delete(rig.ctx.keys.keys(page_hashes("abxy")[2:]))
+        store.open()
+        assert (await first.settled()).fetched_tokens == 16
+        result = await second.settled()
+        assert (result.hit_tokens, result.fetched_tokens, result.stop) == (16, 8, Stop.VANISHED)
+        rig.cache.audit()
+        assert other._holding.host_end_page == 2
+        served = await rig.run(other, prefetch=False)
+        assert (served.books.store, served.books.host) == (8, 0)
+    rig.cache.audit()
+
+
+async def test_however_many_reads_one_joins_it_comes_to_an_end(open_cache: Opener) -> None:
+    """A prompt that parts from each of many others one page later joins their reads, and reads each page once."""
+    letters = "abcdefgh"
+    store = HeldStore(recording := RecordingStore(MemoryStore()), {"read"})
+    rig = await open_cache(store=store, host_pages=64)
+    await rig.put_in_store(letters)
+    prompts = [letters[:count] + "x" for count in range(1, len(letters))]
+    for prompt in prompts:
+        await rig.put_in_store(prompt)
+    leases = [rig.lease(prompt) for prompt in (*prompts, letters)]
+    waiting = asyncio.gather(*(lease.prefetch(BEST_EFFORT) for lease in leases))
+    while not waiting.done():
+        await turns(20)
+        store.let_in("read")
+    assert {result.stop for result in await waiting} == {Stop.COMPLETE}
+    assert recording.num_read == len({key for keys in recording.keys["read"] for key in keys})
+    assert recording.num_read == 2 * len(letters) - 1
+    for lease in leases:
+        lease.release()
+    rig.check_local(letters)

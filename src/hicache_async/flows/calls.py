@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from .._hop import Hop
 from .._log import logger
-from ..abc import Store
 from ..types import StopToken
-from .context import Context, settled_within
+from .context import Context
 
 
 def answered_count(hop: Hop[int], limit: int) -> int | None:
@@ -34,29 +33,13 @@ def fault_of(hop: Hop[int], limit: int) -> str:
     return repr(hop.error) if hop.error is not None else f"answered {hop.result!r}, expected 0 .. {limit}"
 
 
-async def count_prefix(ctx: Context, store: Store, keys: Sequence[str]) -> int | None:
-    """Ask how many keys exist from the first on; None: the store failed or did not answer in time.
-
-    Cancellation: ends the question, too; it owns nothing.
-    """
-    hop = start_store_call(ctx, "count_prefix", lambda stop: store.count_prefix(keys), lambda hop: None)
-    hop.stop.tracked = True  # it fills no buffer: torn away, it has ended
-    try:
-        in_time = await settled_within(ctx.clock, hop.settled, ctx.config.store_timeout_s)
-    finally:
-        if hop.task is not None:
-            hop.task.cancel()
-    if not in_time:
-        ctx.metrics.counters["store_timeouts"] += 1
-        logger.warning(
-            "store.fault", call="count_prefix", fault=f"no answer in {ctx.config.store_timeout_s} s"
-        )
-        return None
-    return checked_count(ctx, hop, len(keys))
-
-
 def start_store_call(
-    ctx: Context, name: str, call: Callable[[StopToken], object], on_settled: Callable[[Hop[int]], None]
+    ctx: Context,
+    name: str,
+    call: Callable[[StopToken], object],
+    on_settled: Callable[[Hop[int]], None],
+    *,
+    priority: int = 0,
 ) -> Hop[int]:
     """Start a store's coroutine as a hop. Whatever it raises, or is, ends in ``hop.error``."""
 
@@ -65,4 +48,4 @@ def start_store_call(
         return int(count) if isinstance(count, np.integer) else count
 
     ctx.metrics.counters[f"store_calls_{name}"] += 1
-    return ctx.hops.start_call(f"store.{name}", run, on_settled)
+    return ctx.hops.start_call(f"store.{name}", run, on_settled, priority=priority)

@@ -58,8 +58,9 @@ class Context:
     Attributes:
         store: None while none is attached.
         prefetch_pages: host pages charged to prefetches, the sum of ``charges``.
-        fetches: running reads, by the hash of their first page.
+        fetches: running reads, by the hash of the next page to come.
         hop_pages: host pages that running reads may still be writing.
+        deadlines, admission: of all prefetches and of their store calls.
         moves: what running moves, and operators, have pinned.
         waits, prefetches: what a failure or close has to end.
         logger: the module's, bound once; for lines of which there is one a request.

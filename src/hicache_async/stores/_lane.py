@@ -160,7 +160,8 @@ class Job:
 class Lanes:
     """Share a few threads among many calls. Everything runs on the loop except what ``Run`` does.
 
-    Calls of one kind are served in turn, one run each, in order of arrival. Reads outrank writes;
+    Calls of one kind are served by the priority of their stop tokens, which may rise while they wait; equal
+    ones in turn, one run each, in order of arrival. Reads outrank writes;
     writes never hold the last lane, and where there is one only, they take it when no read waits.
     Lookups are outside the lanes, one job at a time: ``threads`` should have ``num_lanes + 1`` workers.
 
@@ -233,7 +234,7 @@ class Lanes:
         return kind is Kind.READ or num_writes < max(1, self._num_lanes - 1)
 
     def _assemble(self, kind: Kind) -> Job:
-        """Take one run from each waiting call, in turn, until the job is full."""
+        """Take one run from each waiting call, by priority and in turn, until the job is full."""
         job, limit = Job(), JOB_LIMITS[kind]
         again: list[Call] = []
         num_items, nbytes = 0, 0
@@ -255,6 +256,9 @@ class Lanes:
 
     def _take_waiting(self, kind: Kind) -> Iterator[Call]:
         ready = self._ready[kind]
+        # Asked now, for the priority of a call may rise while it waits.
+        if len({call.stop.priority for call in ready}) > 1:
+            ready = self._ready[kind] = deque(sorted(ready, key=lambda call: -call.stop.priority))
         while ready:
             call = ready.popleft()
             if call.has_more:

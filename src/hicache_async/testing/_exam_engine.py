@@ -6,31 +6,29 @@ A prompt is a string: each letter is one page of four tokens, and one token foll
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-import numpy as np
 import torch
 
-from ..abc import Device, DevicePool, PagedBytes, Ranks, Store
+from ..abc import Device, Ranks, Store
 from ..cache import HiCache
 from ..config import CacheConfig, PrefetchPolicy
 from ..core.hashing import HashChain
-from ..core.node import Node
 from ..core.tokens import token_bytes
-from ..flows.audit import audit
 from ..flows.context import Context
 from ..lease import Loading, PrefixLease
 from ..memory.device_kv import DeviceKV
-from ..memory.host import POISON
-from ..types import Pages, State, StopToken
+from ..types import State, StopToken
+from ._exam_pages import SpoiledPages, check
 from ._exam_store import ScriptedStore
-from .golden import check_object, check_page, fill_page, golden_plane, page_object
+from .golden import check_object, fill_page, page_object
 from .manual import ManualClock
 from .virtual_device import VirtualDevice
+
+__all__ = ["PAGE_TOKENS", "ExamEngine", "Parts", "SpoiledPages", "make_kv", "page_hashes", "prompt", "within"]
 
 PAGE_TOKENS = 4
 NUM_LAYERS = 2
@@ -61,58 +59,6 @@ def page_hashes(letters: str) -> list[bytes]:
     data = token_bytes(prompt(letters))
     HashChain(b"", PAGE_TOKENS * 4).extend(hashes, data, len(letters))
     return hashes
-
-
-class SpoiledPages:
-    """Free pages that hold poison and nothing else: spoiled when they come, looked at when they go.
-
-    Whoever writes a page after it was freed, or between two owners, is seen.
-
-    Args:
-        inner: the book of free pages, all of which are free now.
-        paged: where their bytes are.
-    Attributes:
-        touched: what was found on pages that nobody owned.
-    """
-
-    def __init__(self, inner: DevicePool, paged: PagedBytes) -> None:
-        self._inner = inner
-        self._paged = paged
-        self._is_free = np.zeros(paged.num_pages, bool)
-        self.capacity = inner.capacity
-        self.touched: list[str] = []
-        self.give_back(inner.take(inner.num_free()))
-
-    def take(self, num_pages: int) -> Pages:
-        """Take pages out, after a look at them."""
-        pages = self._inner.take(num_pages)
-        self._look(pages)
-        self._is_free[pages] = False
-        return pages
-
-    def give_back(self, pages: Pages) -> None:
-        """Spoil pages and put them back."""
-        VirtualDevice.poison(self._paged, pages)
-        self._is_free[pages] = True
-        self._inner.give_back(pages)
-
-    def num_free(self) -> int:
-        """Return how many pages can be taken."""
-        return self._inner.num_free()
-
-    def check(self) -> None:
-        """Raise AssertionError if a free page was touched, now or earlier."""
-        self._look(np.flatnonzero(self._is_free))
-        if self.touched:
-            raise AssertionError(f"pages were written after they were freed: {'; '.join(self.touched)}")
-
-    def _look(self, pages: Pages) -> None:
-        for layer in range(self._paged.num_layers):
-            for plane in self._paged.planes(layer):
-                wrong = pages[(plane.numpy()[pages] != POISON).any(axis=1)]
-                if len(wrong):
-                    where = type(self._paged).__name__
-                    self.touched.append(f"{where} pages {wrong.tolist()}, layer {layer}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +112,8 @@ class ExamEngine:
             "prefetch_threshold_tokens": 0,
             "prefetch_capacity_fraction": 1.0,
             "store_batch_pages": 2,
-            "max_loads_in_flight": 1,
+            "max_loads_in_flight": 1,  # with one slot of each kind a slot that is lost is missed at once
+            "max_prefetches_in_flight": 1,
             "close_timeout_s": CLOSE_TIMEOUT_S,
         }
         config = CacheConfig.from_mapping({**defaults, **parts.options})
@@ -301,74 +248,6 @@ class ExamEngine:
         hops = [hop.name for hop in self.ctx.hops.live]
         backups = self.cache._movers.backups
         return tasks + hops + ([] if backups.is_idle.is_set() else ["backups"])
-
-    # Checks
-
-    def check_bytes(self) -> None:
-        """Compare every page that a match could find with what it should hold, and free pages with poison."""
-        for spoiled in self.spoiled:
-            spoiled.check()
-        for node in self._nodes():
-            for paged, copy in ((self.kv, node.device), (self.ctx.arena, node.host)):
-                if copy.pages is not None and all(fence.passed() for fence in copy.ready):
-                    for page_hash, page in zip(node.hashes, copy.pages, strict=True):
-                        check(paged, int(page), page_hash)
-
-    def _nodes(self) -> Iterator[Node]:
-        for root in self.ctx.tree.roots.values():
-            yield from (node for node in root.subtree() if node.parent is not None)
-
-    def check_closed(self) -> None:
-        """Prove the books of a closed cache, whose loop may be gone, and that no freed page was touched."""
-        movers = self.cache._movers
-        audit(self.ctx, list(self.cache._leases.values()), movers.device_room.step.own_pages())
-        for spoiled in self.spoiled:
-            spoiled.check()
-
-    def check_returned(self) -> None:
-        """Check that nobody holds anything: no lease, no page outside free list and tree, no pin, no charge."""
-        self.cache.audit()
-        ctx, stats = self.ctx, self.cache.stats()
-        held = {
-            "leases": stats.leases,
-            "hops": stats.hops,
-            "device pages leased": stats.device.leased,
-            "device pages in hops": stats.device.in_hops,
-            "host pages leased": stats.host.leased,
-            "host pages in hops": stats.host.in_hops,
-            "host pages charged": ctx.prefetch_pages,
-            "moves": len(ctx.moves),
-            "waits": len(ctx.waits),
-            "prefetches": len(ctx.prefetches),
-            "fetches": len(ctx.fetches),
-            "announcements": len(ctx.announcements),
-            "bugs": stats.counters.get("bugs", 0),
-        }
-        left = {name: count for name, count in held.items() if count}
-        if left:
-            raise AssertionError(f"nobody should hold anything, but there are {left}; {ctx.failure!r}")
-
-    def check_all_free(self) -> None:
-        """Check that every page of both tiers is free, and as it was spoiled."""
-        self.check_returned()
-        stats = self.cache.stats()
-        for name, pages in (("device", stats.device), ("host", stats.host)):
-            if pages.free != pages.capacity:
-                raise AssertionError(f"{pages.capacity - pages.free} {name} pages are lost: {pages}")
-        self.check_bytes()
-
-
-def check(paged: PagedBytes, page: int, page_hash: bytes) -> None:
-    """As ``check_page``, and quick where all is well: the exams look at the same few pages again and again."""
-    for layer in range(paged.num_layers):
-        for plane, tensor in enumerate(paged.planes(layer)):
-            if tensor.numpy()[page].tobytes() != _golden_bytes(page_hash, layer, plane, tensor.shape[1]):
-                check_page(paged, page, page_hash)
-
-
-@functools.lru_cache(maxsize=1024)
-def _golden_bytes(page_hash: bytes, layer: int, plane: int, nbytes: int) -> bytes:
-    return golden_plane(page_hash, layer, plane, nbytes).tobytes()
 
 
 def make_kv(num_pages: int) -> DeviceKV:
