@@ -318,7 +318,7 @@ class HiCache:
         """Refuse new work, write what is pending for at most ``close_timeout_s``, then abandon what hangs.
 
         Pages of a hung hop keep their owner, and the arena with it; the report names the stuck calls.
-        May be called again. Cancellation: a native cancel abandons at once what was not drained, an anyio scope waits for it.
+        May be called again. Cancellation: a native one abandons at once what was not drained; a scope waits.
         """
         self._check()
         if self._closed is not None:

@@ -143,17 +143,19 @@ class Engine:
         books, prefetch = request.lease.books, request.lease._prefetch
         assert books.prompt == len(request.tokens)
         assert books.prompt - books.computed == loading.tokens == books.device + books.host + books.store
-        first = end = loading.tokens
-        if prefetch is not None:
-            first = min(loading.tokens, prefetch.start_page * PAGE_TOKENS)
-            end = min(loading.tokens, first + prefetch.fetched_pages * PAGE_TOKENS)
-        for name in request.names[first // PAGE_TOKENS : end // PAGE_TOKENS]:
-            assert self.world.has_arrived(name, request.prefetch_step), (
+        num_loaded = loading.tokens // PAGE_TOKENS
+        brought = [page for run in prefetch.brought for page in run] if prefetch is not None else []
+        brought = [page for page in brought if page < num_loaded]
+        for page in brought:
+            assert self.world.has_arrived(request.names[page], request.prefetch_step), (
                 "credited to the store, and not from it"
             )
-        assert books.store == end - first
-        not_stored = loading.tokens - loading.loaded_tokens
-        assert books.device == not_stored - max(0, min(end, not_stored) - first)
+        if brought and not books.store:  # cut off from matching, and come again from elsewhere
+            assert not self.world.model.is_pristine
+            brought = []
+        assert books.store == len(brought) * PAGE_TOKENS
+        num_device = num_loaded - loading.loaded_tokens // PAGE_TOKENS
+        assert books.device == (num_device - sum(page < num_device for page in brought)) * PAGE_TOKENS
         booked = self.world.model.booked
         for tier in ("device", "host", "store", "computed"):
             booked[tier] += getattr(books, tier)

@@ -15,12 +15,12 @@ def books_of(holding: Holding, loading: Loading, prefetch: Prefetch | None, page
     the rest was on the device. What was fetched and then cut off from matching is not what was loaded.
     """
     tokens, prompt = loading.tokens, holding.length
-    first = fetched_end = 0
-    if prefetch is not None and holding.host_end is not None and holding.host_end.attached:
-        first = min(tokens, prefetch.start_page * page_tokens)
-        fetched_end = min(tokens, first + prefetch.fetched_pages * page_tokens)
-    from_store = fetched_end - first
     loaded_start = tokens - loading.loaded_tokens
-    from_both = max(0, fetched_end - max(first, loaded_start))
+    from_store = from_both = 0
+    if prefetch is not None and holding.host_end is not None and holding.host_end.attached:
+        for run in prefetch.brought:
+            start, end = run.start * page_tokens, min(tokens, run.stop * page_tokens)
+            from_store += max(0, end - start)
+            from_both += max(0, end - max(start, loaded_start))
     from_host = loading.loaded_tokens - from_both
     return Books(prompt, tokens - from_store - from_host, from_host, from_store, prompt - tokens)

@@ -45,21 +45,21 @@ class Prefetch:
     Pages of the prompt (half-open), each bound at most the next one:
 
         [0, start)              local when it looked
-        [start, attached)       brought for this request
-        [attached, goal)        agreed, not brought
+        [start, goal)           agreed; of these, ``brought`` came for this request, and others may have computed some
         [goal, found)           stored here, but not on every rank
         [found, end)            not found
 
     Attributes:
         priority: higher is served first.
         is_large: whether more than one store batch is still to come.
-        start_page, attached_page: as above; not final before it has ended.
+        start_page: as above; not final before it has ended.
+        brought: runs of pages that were brought to the host for this request, ascending.
     """
 
     __slots__ = (
         "_charges", "_ctx", "_cut", "_deadline", "_end_page", "_fetch", "_found_page", "_goal_page",
         "_has_slot", "_hashes", "_holding", "_offloads", "_outcome", "_phase", "_question", "_stop_reason",
-        "_ticket", "_tried_page", "_useful_page", "_waiters", "attached_page", "is_large", "priority",
+        "_ticket", "_tried_page", "_useful_page", "_waiters", "brought", "is_large", "priority",
         "start_page",
     )  # fmt: skip
 
@@ -95,7 +95,8 @@ class Prefetch:
         self._begin(policy)
 
     def _start_at(self, page: int) -> None:
-        self.start_page = self.attached_page = self._found_page = self._goal_page = page
+        self.start_page = self._found_page = self._goal_page = page
+        self.brought: tuple[range, ...] = ()
 
     def _begin(self, policy: PrefetchPolicy) -> None:
         ctx = self._ctx
@@ -146,7 +147,7 @@ class Prefetch:
     @property
     def fetched_pages(self) -> int:
         """Pages brought to the host for this request so far."""
-        return max(0, self.attached_page - self.start_page)
+        return sum(map(len, self.brought))
 
     # Waiting for a slot
 
@@ -297,7 +298,8 @@ class Prefetch:
         if end_page > useful_page:  # of a prompt that goes on differently
             node, end_page = self._ctx.tree.cut(holding.match(useful_page), useful_page), useful_page
         holding.pin_host(node, end_page)
-        self.attached_page = max(self.attached_page, end_page)
+        earlier = tuple(run for run in self.brought if run.start < self._tried_page)
+        self.brought = (*earlier, range(self._tried_page, end_page))
         if charge not in self._charges:
             charge.hold()
             self._charges = (*self._charges, charge)
@@ -369,7 +371,7 @@ class Prefetch:
     def _finish(self, ended: Stop | None) -> None:
         ctx, start = self._ctx, self.start_page
         hit = self._goal_page - start
-        fetched = min(hit, max(0, self.attached_page - start))
+        fetched = min(hit, self.fetched_pages)
         stop = outcome(hit, self._cut, ended)
         if fetched == hit and hit and stop in (Stop.STOPPED, Stop.DEADLINE, Stop.DETACHED):
             stop = Stop.COMPLETE
