@@ -76,7 +76,9 @@ SIGNATURES = {
     "Device.device_to_host": "(self, plan, after)",
     "Device.wait": "async (self, fence)",
     "Device.aclose": "async (self)",
-    "Ranks.agree": "async (self, ticket, vote)",
+    "Ranks.cast": "(self, ticket, vote, *, patient=False)",
+    "Ranks.agree": "async (self, ticket, vote, *, patient=False)",
+    "Ranks.when_lost": "(self, callback)",
     "Ranks.aclose": "async (self)",
 }
 
