@@ -77,7 +77,8 @@ class HiCache:
             kv: the engine's K and V tensors; the engine owns their bytes.
             device: moves pages; None: a CpuDevice.
             store: an object or a URL like "file:///data/kv"; None: no third tier.
-            ranks: the group that agrees; None: this process alone.
+            ranks: the group that agrees, for this cache alone, which leaves it when it is closed; None: this
+                process alone.
             clock, threads: seams for tests: where deadlines come from, where copies run.
             device_pool: the engine's own book of free device pages.
         Raises: ConfigError: on entering, for parts that do not fit together.
@@ -328,6 +329,7 @@ class HiCache:
         self._closed = ctx.loop.create_future()
         ctx.closing = True
         self._movers.pins.drop_all()
+        ctx.leave_ranks()
         ctx.wake_all()
         try:
             with anyio.move_on_after(ctx.config.close_timeout_s, shield=True):
@@ -336,6 +338,8 @@ class HiCache:
             self._abandon()
             try:
                 with anyio.move_on_after(ctx.config.close_timeout_s, shield=True):
+                    if ctx.leaving is not None:
+                        await asyncio.wait((ctx.leaving,))
                     await self._owned.aclose()
                     await asyncio.sleep(0)  # lets the cancelled tasks end before the loop does
             finally:

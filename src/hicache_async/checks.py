@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from .abc import Fence
-from .core.hashing import HashChain, chain_seed
+from .core.hashing import HashChain, hash_chain
 from .core.holding import Holding
 from .core.tokens import TOKEN_NBYTES, TokenKey
 from .errors import ConfigError, LeaseError
@@ -54,7 +54,7 @@ def checked_prompt(
     if adapter is not None and not isinstance(adapter, str):
         raise ConfigError(f"adapter is {adapter!r}; give a string or None")
     key = tokens if isinstance(tokens, TokenKey) else TokenKey(tokens)
-    return key, HashChain(chain_seed(salt, adapter), page_tokens * TOKEN_NBYTES)
+    return key, hash_chain(salt, adapter, page_tokens * TOKEN_NBYTES)
 
 
 def checked_priority(name: str, value: int) -> int:

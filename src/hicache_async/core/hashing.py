@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from dataclasses import dataclass
@@ -29,6 +30,15 @@ def chain_seed(salt: bytes = b"", adapter: str | None = None) -> bytes:
     if len(parts) % 4 == 0:
         parts += b"."
     return hashlib.sha256(parts).digest()
+
+
+@functools.lru_cache(maxsize=1 << 8)
+def hash_chain(salt: bytes, adapter: str | None, page_nbytes: int) -> HashChain:
+    """Return what the page hashes of a prompt depend on besides its tokens.
+
+    A tenant's prompts get the same object again, so that it costs nothing to see that two chains are equal.
+    """
+    return HashChain(chain_seed(salt, adapter), page_nbytes)
 
 
 @dataclass(frozen=True, slots=True)

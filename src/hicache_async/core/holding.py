@@ -87,7 +87,8 @@ class Holding:
     @property
     def limit_pages(self) -> int:
         """How many pages a match may cover: all whole pages, less what must be left to compute for logits."""
-        return max(0, self.length - (0 if self.whole else 1)) // self.page_tokens
+        num_tokens = self.length if self.whole or not self.length else self.length - 1
+        return num_tokens * TOKEN_NBYTES // self.chain.page_nbytes
 
     def match(self, num_pages: int | None = None) -> Match:
         """Return how far the request's tokens are cached now; what the tree has hashed is not hashed again.
@@ -97,7 +98,7 @@ class Holding:
         """
         limit = self.limit_pages if num_pages is None else num_pages
         match = self._tree.match(self.chain.seed, self.key.data, limit)
-        if match.local_pages > self.key.num_hashed(self.chain):
+        if match.local_pages and match.local_pages > self.key.num_hashed(self.chain):
             hashes = [page_hash for node in match.path for page_hash in node.hashes]
             self.key.adopt_hashes(self.chain, hashes[: match.local_pages])
         return match
@@ -170,7 +171,9 @@ class Holding:
             source=Owner.LEASE,
             ready=ready,
         )
-        self.table.owned[start:end_page] = ~graft.taken
+        self.table.owned[start:end_page] = False
+        for run in graft.duplicates:
+            self.table.owned[start + run.start : start + run.stop] = True
         self._tree.pin(Tier.DEVICE, graft.end)
         self._tree.unpin(Tier.DEVICE, device_end)
         self.device_end = graft.end

@@ -111,7 +111,7 @@ class TokenKey:
 
     def page_hashes(self, chain: HashChain, num_pages: int) -> list[bytes]:
         """Return the chained hashes of the first ``num_pages`` or more pages; do not change the list."""
-        if chain != self._chain:
+        if chain is not self._chain and chain != self._chain:
             self._chain, self._hashes = chain, []
         if len(self._hashes) < num_pages:
             chain.extend(self._hashes, self.data, num_pages)
@@ -119,10 +119,10 @@ class TokenKey:
 
     def num_hashed(self, chain: HashChain) -> int:
         """Return how many pages have their hash already."""
-        return len(self._hashes) if chain == self._chain else 0
+        return len(self._hashes) if chain is self._chain or chain == self._chain else 0
 
     def adopt_hashes(self, chain: HashChain, hashes: Sequence[bytes]) -> None:
         """Take over hashes that the tree knows already, from page 0."""
-        if chain != self._chain:
+        if chain is not self._chain and chain != self._chain:
             self._chain, self._hashes = chain, []
         self._hashes.extend(hashes[len(self._hashes) :])

@@ -33,10 +33,10 @@ TIERS = (Tier.DEVICE, Tier.HOST)
 
 @dataclass(slots=True)
 class Graft:
-    """What came of attaching pages: the node at their end, and which pages the tree took."""
+    """What came of attaching pages: the node at their end, and which of them the tree did not take."""
 
     end: Node
-    taken: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    duplicates: list[slice]
 
 
 class PrefixTree:
@@ -72,12 +72,16 @@ class PrefixTree:
 
     def match(self, seed: bytes, data: bytes | bytearray, num_pages: int) -> Match:
         """Walk down as far as the first ``num_pages`` of ``data`` are cached, and mark the path as used."""
-        root = self.roots.get(seed) or Node(None, seed, [])
+        root = self.roots.get(seed)
+        if root is None:
+            return Match(seed, [], 0, 0, 0)
         path, num_local, tail = walk_down(root, data, num_pages, self.page_nbytes)
+        if not path:
+            return Match(seed, path, 0, 0, 0)
         self._tick += 1
         for node in path:
             node.used = self._tick
-        return Match(root, path, num_local - pages_off_device(path, tail), num_local, tail)
+        return Match(seed, path, num_local - pages_off_device(path, tail), num_local, tail)
 
     def cut(self, match: Match, num_pages: int) -> Node:
         """Return the node that ends at ``num_pages``, splitting where it must; for 0 the root, as :meth:`root`.
@@ -85,7 +89,7 @@ class PrefixTree:
         ``match.path`` is out of date for nodes at and below the cut.
         """
         if num_pages == 0:
-            return self.root(match.root.segment)
+            return self.root(match.seed)
         passed = 0
         for node in match.path:
             if passed + node.num_pages >= num_pages:
@@ -172,9 +176,9 @@ class PrefixTree:
         """
         if not parent.attached:
             raise InvariantError(f"pages cannot hang below {parent!r}: no match can reach it")
-        taken = np.ones(len(pages), dtype=np.bool_)
+        graft = Graft(parent, [])
         if not len(pages):
-            return Graft(parent, taken)
+            return graft
         node = self.root(parent.segment) if parent.parent is None else parent
         step, position = self.page_nbytes, start_page
         end_page = start_page + len(pages)
@@ -197,10 +201,11 @@ class PrefixTree:
                 if child.copy_in(tier).pages is None:
                     self.put(tier, child, pages[inside], source=source, ready=ready)
                 else:
-                    taken[inside] = False
+                    graft.duplicates.append(inside)
             position += child.num_pages
             node = child
-        return Graft(node, taken)
+        graft.end = node
+        return graft
 
     def put(
         self, tier: Tier, node: Node, pages: Pages, *, source: Owner, ready: Sequence[Fence] = ()

@@ -85,10 +85,10 @@ class DeviceRoom:
         return ctx.device_pool.take(min(num_pages, available), Owner.LEASE, fenced=True)
 
     def _reclaim(self) -> None:
-        # Nobody will ever match what the tree holds. Who might still read it is not to be asked of
-        # a tree in doubt: so its pages come back when no request holds any and no copy runs.
+        # Nobody will ever match what the tree holds. Who might still read it is not to be asked of a tree in
+        # doubt: so its pages come back when no request that loaded before is left, and no copy runs.
         pool = self._ctx.device_pool
-        if not self._is_moving() and not any(holding.table.pages.size for holding in self._holdings()):
+        if not self._is_moving() and not any(holding.device_end for holding in self._holdings()):
             pool.free(pool.owned_by(Owner.TREE), Owner.TREE)
 
     async def copies_ended(self) -> bool:

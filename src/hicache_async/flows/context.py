@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from structlog.typing import FilteringBoundLogger
@@ -68,6 +69,7 @@ class Context:
         loss: done when it is.
         votes: loads whose offer to the other ranks is out and not settled yet: it must stay true.
         offers_nothing: a tier is about to be cleared, so loads offer nothing of what is cached.
+        leaving: tells the other ranks that this one votes no more; a close waits for it.
     """
 
     config: CacheConfig
@@ -102,6 +104,7 @@ class Context:
     prefetches: set[Prefetch] = field(default_factory=set)
     votes: set[asyncio.Future[None]] = field(default_factory=set)
     offers_nothing: bool = False
+    leaving: asyncio.Task[None] | None = None
     loss: asyncio.Future[None] = field(init=False)
     hops: HopRegistry = field(init=False)
     deadlines: Deadlines = field(init=False)
@@ -185,16 +188,33 @@ class Context:
     async def agree(
         self, ticket: bytes, vote: Sequence[int], *, patient: bool = False
     ) -> Sequence[int] | None:
-        """Agree with the other ranks; None: one of them was lost."""
-        try:
+        """Agree with the other ranks; None: one of them was lost, or the cache is closing and the vote stands."""
+        if self.ranks.size == 1:
             return await self.ranks.agree(ticket, vote, patient=patient)
+        # All waits take the same number of turns, so they end in the order in which the tickets settled.
+        agreeing = self.loop.create_task(self.ranks.agree(ticket, vote, patient=patient))
+        try:
+            while not agreeing.done():
+                settled: asyncio.Future[None] = self.loop.create_future()
+                agreeing.add_done_callback(partial(_seen, settled))
+                await self.until(settled)
+            return agreeing.result()
         except ConsensusError as lost:
             self.lose_ranks(lost)  # those who were told first have mostly done that
             return None
+        except ClosedError:
+            return None
+        finally:
+            agreeing.cancel()
+
+    def leave_ranks(self) -> None:
+        """Tell the other ranks, if there are any, that this one votes no more."""
+        if self.ranks.size > 1 and self.leaving is None:
+            self.leaving = self.loop.create_task(self.ranks.aclose(), name="hicache:leave-ranks")
 
     def lose_ranks(self, error: ConsensusError) -> None:
         """Record that what was agreed can no longer be trusted: from now on nothing is matched or kept."""
-        if self.ranks_lost is not None:
+        if self.ranks_lost is not None or self.closing:
             return
         self.ranks_lost = error
         self.loss.set_result(None)
@@ -234,6 +254,12 @@ class Context:
         error = InvariantError(f"the cache has failed and serves without reuse: {self.failure!r}")
         error.__cause__ = self.failure
         return error
+
+
+def _seen(settled: asyncio.Future[None], agreeing: asyncio.Task[Sequence[int]]) -> None:
+    if not agreeing.cancelled():
+        agreeing.exception()
+    resolve(settled)
 
 
 def consensus_error(lost: ConsensusError | None) -> ConsensusError:

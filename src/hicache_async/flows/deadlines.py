@@ -23,21 +23,18 @@ class Timed(Protocol):
         ...
 
 
-class Deadline:
-    """One moment; made by :meth:`Deadlines.add`.
+class Deadline(float):
+    """One moment, in seconds of the clock; made by :meth:`Deadlines.add`.
+
+    It is a number, so that a heap of them is kept in order without a call of Python for each comparison.
 
     Attributes:
         owner: who hears of it; None: it has fallen due or was cancelled.
     """
 
-    __slots__ = ("due_s", "owner")
+    __slots__ = ("owner",)
 
-    def __init__(self, due_s: float, owner: Timed) -> None:
-        self.due_s = due_s
-        self.owner: Timed | None = owner
-
-    def __lt__(self, other: Deadline) -> bool:
-        return self.due_s < other.due_s
+    owner: Timed | None
 
 
 class Deadlines:
@@ -66,10 +63,11 @@ class Deadlines:
 
     def add(self, delay_s: float, owner: Timed) -> Deadline:
         """Tell ``owner`` on the loop when ``delay_s`` are over, unless that is cancelled before."""
-        deadline = Deadline(self._clock.monotonic() + delay_s, owner)
+        deadline = Deadline(self._clock.monotonic() + delay_s)
+        deadline.owner = owner
         heappush(self._heap, deadline)
         self._num_live += 1
-        if self._timer is None or deadline.due_s < self._timer_due_s:
+        if self._timer is None or deadline < self._timer_due_s:
             self._set_timer()
         return deadline
 
@@ -88,7 +86,7 @@ class Deadlines:
 
     def _set_timer(self) -> None:
         self._stop_timer()
-        self._timer_due_s = self._heap[0].due_s
+        self._timer_due_s = float(self._heap[0])
         self._timer = self._clock.call_later(self._timer_due_s - self._clock.monotonic(), self._fall_due)
 
     def _stop_timer(self) -> None:
@@ -100,12 +98,12 @@ class Deadlines:
         self._timer = None
         now_s = self._clock.monotonic()
         for _ in range(MAX_PER_TURN):
-            if not self._heap or self._heap[0].due_s > now_s:
+            if not self._heap or self._heap[0] > now_s:
                 break
             self._tell(heappop(self._heap))
         if not self._heap:
             self._stop_timer()
-        elif self._heap[0].due_s <= now_s:
+        elif self._heap[0] <= now_s:
             self._stop_timer()
             self._timer_due_s, self._timer = now_s, self._loop.call_soon(self._fall_due)
         else:

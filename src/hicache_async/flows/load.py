@@ -199,6 +199,8 @@ class Loads:
             ctx.votes.discard(settled)
             settled.set_result(None)
         if agreed is None:
+            if ctx.ranks_lost is None:
+                ctx.check_open()
             raise consensus_error(ctx.ranks_lost)
         return agreed
 
@@ -276,6 +278,7 @@ class Loads:
         ctx = self._ctx
         if ctx.ranks.size == 1 or ctx.ranks_lost is not None or end_page * ctx.page_tokens >= agreed_tokens:
             return
+        ctx.leave_ranks()  # so that no step waits for this rank
         if ctx.state is State.FAILED:
             raise ctx.invariant_error()
         ctx.lose_ranks(

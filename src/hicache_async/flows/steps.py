@@ -95,7 +95,9 @@ class Steps:
         if ctx.ranks_lost is None:
             ticket = b"step" + self.number.to_bytes(12, "little")
             agreed = await ctx.agree(ticket, (1, self._granted), patient=True)
-            if agreed is not None and not agreed[0]:
+            if agreed is None and ctx.ranks_lost is None:
+                ctx.check_open()
+            elif agreed is not None and not agreed[0]:
                 ctx.lose_ranks(ConsensusError("a rank has left its group, and takes part in no further step"))
             elif agreed is not None:
                 self._granted = agreed[1]
