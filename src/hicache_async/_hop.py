@@ -25,6 +25,8 @@ class Hop(Generic[T]):
 
     Attributes:
         result, error: the outcome; both None until settled.
+        on_late: called with the error of a call that has failed while its jobs still run, so that nobody
+            has to wait for these; the hop settles when they have ended.
     """
 
     __slots__ = (
@@ -34,6 +36,7 @@ class Hop(Generic[T]):
         "_settled",
         "error",
         "name",
+        "on_late",
         "result",
         "stop",
         "task",
@@ -49,7 +52,8 @@ class Hop(Generic[T]):
         self._is_settled = False
         self._settled: asyncio.Future[None] | None = None
         self.task: asyncio.Task[T] | None = None
-        self._on_settled = on_settled
+        self.on_late: Callable[[BaseException], None] | None = None
+        self._on_settled: Callable[[Hop[T]], None] | None = on_settled
         self._registry = registry
         registry.live.add(self)
 
@@ -73,18 +77,41 @@ class Hop(Generic[T]):
 
         Raises: InvariantError: the hop had settled before.
         """
-        if self not in self._registry.live:
+        live = self._registry.live
+        if self not in live:
             raise InvariantError(f"{self!r} settled twice")
-        self._registry.live.discard(self)
+        live.remove(self)
         self.result, self.error = result, error
+        # Whose callbacks they are mostly has the hop: let go of them, or both wait for the garbage collector.
+        on_settled, self._on_settled, self.on_late = self._on_settled, None, None
+        assert on_settled is not None
         try:
-            self._on_settled(self)
+            on_settled(self)
         except Exception as bug:  # noqa: BLE001 - a mover's top level: a bug must not vanish in a callback
             self._registry.on_bug(bug)
         finally:
             self._is_settled = True
             if self._settled is not None and not self._settled.done():
                 self._settled.set_result(None)
+
+    def call_ended(self, task: asyncio.Task[T]) -> None:
+        """Settle as :attr:`task` has ended, once the jobs that it started have, too."""
+        result: T | None = None
+        error: BaseException | None
+        if task.cancelled():
+            error = asyncio.CancelledError()
+            # A store that lets the CancelledError of something of its own out has ended, not been torn.
+            torn = task.cancelling() > 0
+        else:
+            error, torn = task.exception(), False
+            if error is None:
+                result = task.result()
+        if self.stop.busy:
+            self.stop.when_quiet(lambda: self.settle(result, error))
+            if error is not None and self.on_late is not None:
+                self.on_late(error)
+        elif not torn or self.stop.tracked:
+            self.settle(result, error)
 
 
 class HopRegistry:
@@ -137,17 +164,6 @@ class HopRegistry:
             priority: of the stop token, for stores where calls queue.
         """
         hop = Hop(name, on_settled, self, priority)
-
-        def ended(task: asyncio.Task[T]) -> None:
-            error = asyncio.CancelledError() if task.cancelled() else task.exception()
-            result = None if error is not None else task.result()
-            # A store that lets the CancelledError of something of its own out has ended, not been torn.
-            torn = task.cancelled() and task.cancelling() > 0
-            if hop.stop.busy:
-                hop.stop.when_quiet(lambda: hop.settle(result, error))
-            elif not torn or hop.stop.tracked:
-                hop.settle(result, error)
-
         hop.task = self.loop.create_task(call(hop.stop), name=f"hicache:{name}")
-        hop.task.add_done_callback(ended)
+        hop.task.add_done_callback(hop.call_ended)
         return hop

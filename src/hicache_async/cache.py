@@ -25,7 +25,7 @@ from .core.holding import Holding
 from .core.tokens import TokenKey
 from .errors import CapacityError, ClosedError, ConfigError, WrongLoopError
 from .flows.audit import audit
-from .flows.context import Context
+from .flows.context import Context, leave_ranks
 from .flows.movers import Movers
 from .kv_events import MAX_PENDING_PAGES, EventReader
 from .lease import Allocation, PrefixLease
@@ -50,6 +50,8 @@ class HiCache:
         self._leases: dict[PrefixLease, Holding] = {}
         self._sequences: dict[str, int] = {}
         self._pid = os.getpid()
+        # Bound once, not for each lease: a bound method is an object that the garbage collector has to visit.
+        self._check_of_leases, self._forget_of_leases = self._check, self._forget
         self._closed: asyncio.Future[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         """Closes the cache after the loss of a rank."""
@@ -152,8 +154,8 @@ class HiCache:
             holding,
             request_id,
             sequence,
-            check=self._check,
-            on_released=self._forget,
+            check=self._check_of_leases,
+            on_released=self._forget_of_leases,
         )
         self._leases[lease] = holding
         self._ctx.events.remember(chain.seed, salt, adapter, self._seeds_in_use)
@@ -189,9 +191,15 @@ class HiCache:
             without reuse, or raises ClosedError, as ``on_rank_loss`` says.
         Cancellation: the next call gets what this one would have got.
         """
-        self._check_open()
+        self._check()
+        self._movers.steps.check_loss()
+        self._ctx.check_open()
         pages, entered = await self._movers.steps.begin(checked_count("num_pages", num_pages))
-        return StepGrant(pages, cast("tuple[PrefixLease, ...]", tuple(entered)))
+        return StepGrant(pages, cast("tuple[PrefixLease, ...]", tuple(entered)), self._take_back)
+
+    def _take_back(self, grant: StepGrant) -> None:
+        self._check()
+        self._movers.steps.take_back([lease for lease in grant.loaded if lease in self._leases])
 
     def step(self, batch: StepBatch) -> StepResult:
         """Do what a step has brought, sync, in the order commit, extend, discard, release, allocate.
@@ -278,7 +286,8 @@ class HiCache:
 
     def _check(self) -> None:
         # First: a child may run the very loop that it has inherited.
-        check_process(self._pid, "this cache", "open a cache of its own")
+        if os.getpid() != self._pid:
+            check_process(self._pid, "this cache", "open a cache of its own")
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -329,7 +338,7 @@ class HiCache:
         self._closed = ctx.loop.create_future()
         ctx.closing = True
         self._movers.pins.drop_all()
-        ctx.leave_ranks()
+        leave_ranks(ctx)
         ctx.wake_all()
         try:
             with anyio.move_on_after(ctx.config.close_timeout_s, shield=True):
@@ -354,6 +363,7 @@ class HiCache:
         self._movers.backups.drop_all()
         ctx.state = State.CLOSED
         ctx.events.end()
+        ctx.deadlines.clear()
         for task in [*ctx.tasks, *(hop.task for hop in ctx.hops.live if hop.task is not None)]:
             task.cancel()
         logger.info("cache.closed")

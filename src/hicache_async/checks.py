@@ -62,7 +62,7 @@ def checked_priority(name: str, value: int) -> int:
 
     Raises: ConfigError: it is not an integer of 63 bits and a sign.
     """
-    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    is_integer = type(value) is int or (isinstance(value, (int, np.integer)) and not isinstance(value, bool))
     if not is_integer or not -MAX_PRIORITY <= value <= MAX_PRIORITY:
         shown = repr(value) if not is_integer else f"an integer of {int(value).bit_length()} bits"
         raise ConfigError(

@@ -82,7 +82,7 @@ class PrefixLease:
         self._is_kept = False
         self._claim = Claim(movers.ctx.announcements, holding)
         self._announce_end = 0
-        self._books = Books(holding.length, 0, 0, 0, holding.length)
+        self._books: Books | None = None
         self.device_tokens = self.local_tokens = 0
         if movers.ctx.reuses:
             match = holding.match()
@@ -123,7 +123,7 @@ class PrefixLease:
     @property
     def books(self) -> Books:
         """Where the prompt's tokens came from; final once :meth:`load` has returned."""
-        return self._books
+        return self._books or Books(self.num_tokens, 0, 0, 0, self.num_tokens)
 
     @property
     def pending_tokens(self) -> int:
@@ -236,8 +236,8 @@ class PrefixLease:
 
     def _loaded(self, loading: Loading) -> None:
         ctx, holding = self._movers.ctx, self._holding
-        self._books = books_of(holding, loading, self._prefetch, ctx.page_tokens)
-        ctx.metrics.book(self._books)
+        self._books = books = books_of(holding, loading, self._prefetch, ctx.page_tokens)
+        ctx.metrics.book(books)
         if self._prefetch is not None:
             self._prefetch.give_up_charges()
         holding.unpin_host()

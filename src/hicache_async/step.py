@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from .abc import Fence
 from .checks import check_commit, check_discard, check_fence, check_loaded, checked_count
@@ -25,6 +25,15 @@ class StepGrant:
 
     num_pages: int
     loaded: tuple[PrefixLease, ...]
+    _take_back: Callable[[StepGrant], None] | None = field(default=None, repr=False, compare=False)
+
+    def give_back(self) -> None:
+        """Undo the step, of which nothing has been used: the next ``begin_step`` gets this grant again.
+
+        For an engine that may cancel the call when it has just ended: ``post(..., undo=StepGrant.give_back)``.
+        """
+        if self._take_back is not None:
+            self._take_back(self)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -90,7 +90,7 @@ class StopToken:
         self.priority = priority
         """Where calls queue in a store the higher is served first; may rise while the call waits."""
         self.reason: Stop | None = None
-        """Why a read came back short, where the store can tell: VANISHED, CORRUPT or STORE_FAULT."""
+        """Why a read came back short, where the store can tell: VANISHED, CORRUPT, STORE_FAULT, BREAKER_OPEN."""
         self.tracked = False
         self._jobs = 0
         self._quiet: Callable[[], None] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -129,3 +130,85 @@ async def test_a_failed_cache_gives_its_device_to_those_who_come(open_group: Ope
     finally:
         for lease in leases:
             lease.release()
+
+
+async def test_what_is_cut_off_while_room_is_waited_for_is_not_offered(
+    open_group: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank promises what it has when it votes, so a clear or a failed forward in between makes a miss for all."""
+    group = await open_group([8, 8])
+    await on_devices(group, "abc")
+    loads, rig = group.rigs[1].cache._movers.loads, group.rigs[1]
+    make_room = loads._make_room
+
+    async def cut_off_meanwhile(*arguments: Any) -> None:
+        await make_room(*arguments)
+        forget_tree(rig)
+
+    monkeypatch.setattr(loads, "_make_room", cut_off_meanwhile)
+    leases = group.lease("abc", "one")
+    assert await bring(leases) == [0, 0]
+    assert [grant.loaded for grant in await group.step()] == [(lease,) for lease in leases]
+    for lease in leases:
+        lease.release()
+
+
+async def test_a_grant_that_is_given_back_is_granted_again(open_group: Opening) -> None:
+    """On one rank, while the others use theirs: all go on in step, and what entered enters once."""
+    group = await open_group([8, 8])
+    leases = group.lease("abc", "one")
+    await bring(leases)
+    grants = await group.step(3)
+    grants[0].give_back()
+    again = await group.rigs[0].cache.begin_step()
+    assert (again.num_pages, again.loaded) == (3, (leases[0],))
+    group.audit()
+    assert [grant.loaded for grant in await group.step()] == [(), ()]
+    for lease in leases:
+        lease.release()
+    assert not group.rigs[0].ctx.announcements
+
+
+async def test_a_grant_given_back_has_no_request_that_has_gone(open_group: Opening) -> None:
+    """Released in between, it enters no step."""
+    group = await open_group([8, 8])
+    leases = group.lease("abc", "one")
+    await bring(leases)
+    grants = await group.step()
+    for lease in leases:
+        lease.release()
+    grants[0].give_back()
+    assert (await group.rigs[0].cache.begin_step()).loaded == ()
+    await group.step()
+
+
+async def test_a_closed_cache_says_which_loss_has_closed_it(open_group: Opening) -> None:
+    """Its next step raises the loss, and whatever is called after that names it."""
+    group = await open_group([8, 8], on_rank_loss=RankLoss.CLOSE)
+    group.ranks[1].kill()
+    await turns(200)
+    cache = group.rigs.pop(0).cache
+    assert cache.state is State.CLOSED
+    with pytest.raises(ConsensusError, match="rank 1"):
+        await cache.begin_step()
+    with pytest.raises(ClosedError, match="because rank 1"):
+        await cache.begin_step()
+    group.rigs.clear()
+
+
+async def test_a_load_that_a_mute_rank_spoiled_enters_after_a_loss(open_group: Opening) -> None:
+    """Nobody is left to agree with on its step, and no load is forgotten."""
+    group = await open_group([8, 8, 8])
+    group.ranks[2].hold()
+    *leases, third = group.lease("ab", "one")
+    loads = [asyncio.create_task(lease.load()) for lease in leases]
+    loadings = await ended(group, loads)  # type: ignore[arg-type]
+    assert [loading.tokens for loading in loadings] == [0, 0]  # type: ignore[attr-defined]
+    group.ranks[2].resume()
+    third.release()
+    await group.rigs[2].cache.close()
+    steps = [asyncio.create_task(rig.cache.begin_step()) for rig in group.rigs[:2]]
+    assert all(isinstance(each, ConsensusError) for each in await ended(group, steps))  # type: ignore[arg-type]
+    for rig, lease in zip(group.rigs, leases, strict=False):
+        assert (await rig.cache.begin_step()).loaded == (lease,)
+        lease.release()

@@ -96,5 +96,6 @@ class Claim:
 
     def end(self) -> None:
         """End all of it: the request has gone."""
-        self._all.end(list(self._open.values()))
-        self._open.clear()
+        if self._open:
+            self._all.end(list(self._open.values()))
+            self._open.clear()

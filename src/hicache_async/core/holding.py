@@ -121,6 +121,12 @@ class Holding:
             self.unpin_host()
             self.host_end, self.host_end_page = node, end_page
 
+    def keep_on_host(self, end_page: int) -> None:
+        """Keep the first pages as a prefetch would that had brought them, where the host has them."""
+        node = self._tree.cut(self.match(end_page), end_page)
+        if node.host.pages is not None and not (self.released or self.loaded):
+            self.pin_host(node, end_page)
+
     def unpin_host(self) -> None:
         """Let go of what a prefetch attached."""
         if self.host_end is not None:
@@ -171,9 +177,7 @@ class Holding:
             source=Owner.LEASE,
             ready=ready,
         )
-        self.table.owned[start:end_page] = False
-        for run in graft.duplicates:
-            self.table.owned[start + run.start : start + run.stop] = True
+        self.table.owned[start:end_page] = ~graft.taken
         self._tree.pin(Tier.DEVICE, graft.end)
         self._tree.unpin(Tier.DEVICE, device_end)
         self.device_end = graft.end

@@ -151,11 +151,15 @@ class Node:
         siblings = self.parent.children if self.parent is not None else None
         return siblings is not None and siblings.get(self.first_page) is self
 
-    def link(self, child: Node) -> None:
-        """Make ``child`` known below this node, in place of a child with the same first page."""
+    def link(self, child: Node, first_page: bytes | None = None) -> None:
+        """Make ``child`` known below this node, in place of a child with the same first page.
+
+        Args:
+            first_page: that of ``child``, where it is at hand.
+        """
         if self.children is None:
             self.children = {}
-        self.children[child.first_page] = child
+        self.children[child.first_page if first_page is None else first_page] = child
         self.only_child = child if len(self.children) == 1 else None
 
     def unlink(self, child: Node) -> None:

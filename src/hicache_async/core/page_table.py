@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,6 +11,8 @@ from .._fence import combine
 from ..abc import Fence
 from ..types import Pages
 from .pool import NO_PAGES, Grant, Owner, PagePool
+
+_NONE_OWNED: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
 
 
 class PageTable:
@@ -28,9 +32,9 @@ class PageTable:
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self.pages: Pages = NO_PAGES
-        self.owned: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
+        self.owned = _NONE_OWNED
         self.reserved: Pages = NO_PAGES
-        self.fences: list[Fence] = []
+        self.fences: Sequence[Fence] = ()
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -51,7 +55,7 @@ class PageTable:
     def reserve(self, grant: Grant) -> None:
         """Add pages that are booked to this request already."""
         self.reserved = np.concatenate((self.reserved, grant.pages))
-        self.fences += grant.after
+        self.fences = (*self.fences, *grant.after)
 
     def take_reserved(self, num_pages: int) -> Pages:
         """Take the first ``num_pages`` out of the reserve, still booked to this request."""
@@ -72,16 +76,20 @@ class PageTable:
     def open_fence(self) -> Fence | None:
         """Return one fence behind which own pages may be written; None: at once."""
         fence = combine(self.fences)
-        self.fences = [] if fence is None else [fence]
+        self.fences = () if fence is None else (fence,)
         return fence
 
     def free_reserved(self, keep_pages: int = 0) -> None:
         """Give back the reserve beyond ``keep_pages``."""
+        if len(self.reserved) <= keep_pages:
+            return
         spare, self.reserved = self.reserved[keep_pages:], self.reserved[:keep_pages]
         self._pool.free(spare, Owner.LEASE, after=combine(self.fences))
 
     def free_tail(self, keep_pages: int, after: Fence | None) -> None:
         """Give back own pages of the table from ``keep_pages`` on, to be reused behind ``after``."""
+        if len(self.pages) <= keep_pages:
+            return
         tail = self.pages[keep_pages:][self.owned[keep_pages:]]
         self._pool.free(tail, Owner.LEASE, after=combine([after, *self.fences]))
         self.pages, self.owned = self.pages[:keep_pages], self.owned[:keep_pages]

@@ -129,7 +129,8 @@ class PagePool:
             raise CapacityError(
                 f"{num_pages} {self.name} pages asked for, {available} free of {self.capacity}"
             )
-        plain, behind = self._free_list.take(num_plain), self._take_fenced(num_pages - num_plain)
+        plain = self._free_list.take(num_plain)
+        behind = self._take_fenced(num_pages - num_plain) if num_plain < num_pages else []
         # A copy in any case: the engine's free list may hand out a part of itself.
         pages = np.concatenate([plain, *(pages for _, pages in behind)]) if behind else plain.copy()
         try:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..abc import Fence
 from ..errors import InvariantError
@@ -36,7 +37,16 @@ class Graft:
     """What came of attaching pages: the node at their end, and which of them the tree did not take."""
 
     end: Node
+    num_pages: int
     duplicates: list[slice]
+
+    @property
+    def taken(self) -> NDArray[np.bool_]:
+        """Which pages the tree took, bool [num_pages]."""
+        taken = np.ones(self.num_pages, dtype=np.bool_)
+        for run in self.duplicates:
+            taken[run] = False
+        return taken
 
 
 class PrefixTree:
@@ -72,16 +82,14 @@ class PrefixTree:
 
     def match(self, seed: bytes, data: bytes | bytearray, num_pages: int) -> Match:
         """Walk down as far as the first ``num_pages`` of ``data`` are cached, and mark the path as used."""
-        root = self.roots.get(seed)
-        if root is None:
-            return Match(seed, [], 0, 0, 0)
+        root = self.roots.get(seed) or Node(None, seed, [])
         path, num_local, tail = walk_down(root, data, num_pages, self.page_nbytes)
         if not path:
-            return Match(seed, path, 0, 0, 0)
+            return Match(root, path, 0, 0, 0)
         self._tick += 1
         for node in path:
             node.used = self._tick
-        return Match(seed, path, num_local - pages_off_device(path, tail), num_local, tail)
+        return Match(root, path, num_local - pages_off_device(path, tail), num_local, tail)
 
     def cut(self, match: Match, num_pages: int) -> Node:
         """Return the node that ends at ``num_pages``, splitting where it must; for 0 the root, as :meth:`root`.
@@ -89,7 +97,7 @@ class PrefixTree:
         ``match.path`` is out of date for nodes at and below the cut.
         """
         if num_pages == 0:
-            return self.root(match.seed)
+            return self.root(match.root.segment)
         passed = 0
         for node in match.path:
             if passed + node.num_pages >= num_pages:
@@ -176,7 +184,7 @@ class PrefixTree:
         """
         if not parent.attached:
             raise InvariantError(f"pages cannot hang below {parent!r}: no match can reach it")
-        graft = Graft(parent, [])
+        graft = Graft(parent, len(pages), [])
         if not len(pages):
             return graft
         node = self.root(parent.segment) if parent.parent is None else parent
@@ -191,7 +199,7 @@ class PrefixTree:
                 child = Node(node, segment, hashes[position:end_page])
                 child.created = child.used = self._tick
                 self.put(tier, child, pages[position - start_page :], source=source, ready=ready)
-                node.link(child)
+                node.link(child, key)
             else:
                 common = common_nbytes(child.segment, data, position * step, end_page * step) // step
                 if common < child.num_pages:

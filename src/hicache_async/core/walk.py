@@ -17,11 +17,10 @@ LONG_NBYTES = 8 << 10
 class Match:
     """How far a prompt is cached: on the device, and on device or host, both from the root on.
 
-    ``path`` are the nodes walked through below the root of ``seed``; of the last one only ``tail_pages`` pages
-    match.
+    ``path`` are the nodes walked through; of the last one only ``tail_pages`` pages match.
     """
 
-    seed: bytes
+    root: Node
     path: list[Node]
     device_pages: int
     local_pages: int

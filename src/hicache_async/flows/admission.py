@@ -37,17 +37,18 @@ class Candidate(Protocol):
 
 
 class Line:
-    """Candidates by priority, those who have begun before those who begin, and then in order of arrival."""
+    """Candidates by priority, those who have begun before those who begin, and then in order of arrival.
+
+    Attributes:
+        num_waiting: how many wait.
+    """
 
     def __init__(self) -> None:
         self._queues: dict[tuple[int, bool], deque[Candidate]] = {}
         self._order: list[tuple[int, bool]] = []
         """The keys of the queues, the last one first."""
-        self._num_waiting = 0
+        self.num_waiting = 0
         self._num_standing = 0
-
-    def __len__(self) -> int:
-        return self._num_waiting
 
     def append(self, candidate: Candidate) -> None:
         """Let it stand at the end of its queue."""
@@ -57,17 +58,19 @@ class Line:
             queue = self._queues[rank] = deque()
             insort(self._order, rank)
         queue.append(candidate)
-        self._num_waiting += 1
+        self.num_waiting += 1
         self._num_standing += 1
 
     def left(self) -> None:
         """Take note that one of them waits no more."""
-        self._num_waiting -= 1
-        if self._num_standing > 2 * self._num_waiting + FEW:
+        self.num_waiting -= 1
+        if self._num_standing > 2 * self.num_waiting + FEW:
             self._sweep()
 
     def head(self) -> tuple[int, bool] | None:
         """Return the rank of who is next; None: nobody waits."""
+        if not self.num_waiting:
+            return None
         while self._order:
             rank = self._order[-1]
             queue = self._queues[rank]
@@ -82,7 +85,7 @@ class Line:
 
     def pop(self) -> Candidate:
         """Take out who is next, of whom :meth:`head` has told."""
-        self._num_waiting -= 1
+        self.num_waiting -= 1
         self._num_standing -= 1
         return self._queues[self._order[-1]].popleft()
 
@@ -90,7 +93,7 @@ class Line:
         waiting = [candidate for rank in self._order for candidate in self._queues[rank] if candidate.waits]
         self._queues.clear()
         self._order = []
-        self._num_waiting = self._num_standing = 0
+        self.num_waiting = self._num_standing = 0
         for candidate in waiting:
             self.append(candidate)
 
@@ -112,7 +115,7 @@ class Admission:
         self._is_posted = False
 
     def __len__(self) -> int:
-        return len(self._small) + len(self._large)
+        return self._small.num_waiting + self._large.num_waiting
 
     def _line(self, candidate: Candidate) -> Line:
         return self._large if candidate.is_large else self._small
@@ -131,7 +134,7 @@ class Admission:
         """Give a slot back."""
         self._num_free += 1
         self._num_free_for_large += is_large
-        if len(self):
+        if self._small.num_waiting or self._large.num_waiting:
             self._post()
 
     def _post(self) -> None:

@@ -33,6 +33,11 @@ def fault_of(hop: Hop[int], limit: int) -> str:
     return repr(hop.error) if hop.error is not None else f"answered {hop.result!r}, expected 0 .. {limit}"
 
 
+def plain_count(value: object) -> object:
+    """Return a count of whatever integer type as int, and anything else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
+
+
 def start_store_call(
     ctx: Context,
     name: str,
@@ -45,7 +50,7 @@ def start_store_call(
 
     async def run(stop: StopToken) -> int:
         count = await call(stop)  # type: ignore[misc] # whatever it is; checked when it has settled
-        return int(count) if isinstance(count, np.integer) else count
+        return plain_count(count)  # type: ignore[return-value]
 
     ctx.metrics.counters[f"store_calls_{name}"] += 1
     return ctx.hops.start_call(f"store.{name}", run, on_settled, priority=priority)

@@ -207,11 +207,6 @@ class Context:
         finally:
             agreeing.cancel()
 
-    def leave_ranks(self) -> None:
-        """Tell the other ranks, if there are any, that this one votes no more."""
-        if self.ranks.size > 1 and self.leaving is None:
-            self.leaving = self.loop.create_task(self.ranks.aclose(), name="hicache:leave-ranks")
-
     def lose_ranks(self, error: ConsensusError) -> None:
         """Record that what was agreed can no longer be trusted: from now on nothing is matched or kept."""
         if self.ranks_lost is not None or self.closing:
@@ -239,6 +234,8 @@ class Context:
 
     def check_open(self) -> None:
         """Raise ClosedError when the cache is closing or closed."""
+        if self.closing and self.ranks_lost is not None:
+            raise ClosedError(f"the cache is closed because {self.ranks_lost}") from self.ranks_lost
         if self.closing:
             raise ClosedError("the cache is closed; open a new one with HiCache.open(...)")
 
@@ -254,6 +251,12 @@ class Context:
         error = InvariantError(f"the cache has failed and serves without reuse: {self.failure!r}")
         error.__cause__ = self.failure
         return error
+
+
+def leave_ranks(ctx: Context) -> None:
+    """Tell the other ranks, if there are any, that this one votes no more."""
+    if ctx.ranks.size > 1 and ctx.leaving is None:
+        ctx.leaving = ctx.loop.create_task(ctx.ranks.aclose(), name="hicache:leave-ranks")
 
 
 def _seen(settled: asyncio.Future[None], agreeing: asyncio.Task[Sequence[int]]) -> None:

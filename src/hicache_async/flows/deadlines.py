@@ -84,6 +84,14 @@ class Deadlines:
             self._heap = [deadline for deadline in self._heap if deadline.owner is not None]
             heapify(self._heap)
 
+    def clear(self) -> None:
+        """Tell nobody any more."""
+        for deadline in self._heap:
+            deadline.owner = None
+        self._heap.clear()
+        self._num_live = 0
+        self._stop_timer()
+
     def _set_timer(self) -> None:
         self._stop_timer()
         self._timer_due_s = float(self._heap[0])

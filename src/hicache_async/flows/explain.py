@@ -93,7 +93,7 @@ class _Prompt:
                 break
             node = child
         local_pages = offset // step
-        return Match(seed, path, local_pages - pages_off_device(path, tail_pages), local_pages, tail_pages)
+        return Match(root, path, local_pages - pages_off_device(path, tail_pages), local_pages, tail_pages)
 
     def nodes(self) -> list[Node | None]:
         """Return the node of each whole page; None: it is not local."""

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import takewhile
-from typing import Protocol
+from typing import Protocol, TypeVarTuple
 
 from .._hop import Hop
 from .._log import logger
 from ..abc import Store
+from ..config import PrefetchOverflow
 from ..core.holding import Holding
 from ..core.node import Node
 from ..core.pool import NO_PAGES, Owner
 from ..core.walk import Match
 from ..types import Pages, Stop, StopToken, Tier
-from .calls import answered_count, checked_count, start_store_call
+from .calls import answered_count, checked_count, plain_count, start_store_call
 from .charge import Charge
 from .context import Context, Pinned
 from .deadlines import Deadline
+from .forecast import evictable_host_pages
 from .gates import quota_pages, share_of
 from .offload import Offloads
 from .page_bytes import batch_pages, empty_views, publish
 from .stored import mark_stored
+
+Ts = TypeVarTuple("Ts")
+
+READ_REASONS = (Stop.VANISHED, Stop.CORRUPT, Stop.STORE_FAULT, Stop.BREAKER_OPEN)
+"""What a store may say of a read that came back short; whatever else it says is a fault of its own."""
 
 
 class Interested(Protocol):
@@ -141,9 +147,9 @@ class Fetch:
         """Begin. Whoever has joined may hear at once that it has ended."""
         self._attempt(self._begin)
 
-    def _attempt(self, step: Callable[[], None]) -> None:
+    def _attempt(self, step: Callable[[*Ts], None], *args: *Ts) -> None:
         try:
-            step()
+            step(*args)
         except Exception as bug:  # noqa: BLE001 - a mover's top level: those who wait have to hear of it
             self._ctx.fail(bug)
             self._end()
@@ -185,13 +191,23 @@ class Fetch:
         ctx = self._ctx
         wanted = self.end_page - self.start_page
         quota = quota_pages(ctx)
+        allowed = min(wanted, quota)
         room = ctx.host_pool.available(fenced=False)
-        if room < min(wanted, quota):
-            room = ctx.room.plan_room(Tier.HOST, min(wanted, quota)).num_pages
+        if room < allowed:
+            room = self._make_room(wanted, allowed, room)
         share = share_of(ctx.config, wanted, quota_pages=quota, room_pages=room)
         self.stop = share.stop
         self._charge.book(ctx.host_pool.take(share.num_pages, Owner.HOP, fenced=False).pages)
         return share.num_pages > 0
+
+    def _make_room(self, wanted: int, allowed: int, free: int) -> int:
+        # What is to be brought whole or not at all evicts nothing for the second.
+        ctx = self._ctx
+        if ctx.config.prefetch_overflow is PrefetchOverflow.REFUSE:
+            possible = free + evictable_host_pages(ctx.tree, None, 0, allowed - free)
+            if min(allowed, possible) < wanted:
+                return possible
+        return ctx.room.plan_room(Tier.HOST, allowed).num_pages
 
     # Batch by batch
 
@@ -209,8 +225,8 @@ class Fetch:
         keys = ctx.keys.keys(self._hashes[start : self._batch_end])
         store, views = self._store, empty_views(ctx, pages)
 
-        async def read_and_publish(stop: StopToken) -> int:
-            count = await store.read(keys, views, stop)
+        async def read_and_publish(stop: StopToken) -> object:
+            count = plain_count(await store.read(keys, views, stop))
             if isinstance(count, int) and 0 < count <= len(keys):
                 await publish(ctx, pages[:count], views[:count], stop)
             return count
@@ -218,10 +234,21 @@ class Fetch:
         def read(stop: StopToken) -> object:
             return store.read(keys, views, stop) if ctx.arena.is_direct else read_and_publish(stop)
 
-        settled = partial(self._settled, pages=pages, start=start)
-        hop = start_store_call(ctx, "read", read, settled, priority=self._priority or 0)
+        hop = start_store_call(ctx, "read", read, self._settled, priority=self._priority or 0)
+        hop.on_late = self._failed_late
         ctx.hop_pages[hop] = pages
         return hop
+
+    def _failed_late(self, error: BaseException) -> None:
+        # A thread of it may still write into its pages; nobody has to wait for that.
+        if not self.has_ended:
+            ctx = self._ctx
+            ctx.deadlines.cancel(self._deadline)
+            ctx.metrics.counters["store_faults"] += 1
+            logger.warning("store.fault", call="store.read", fault=repr(error))
+            if self.stop is Stop.COMPLETE:
+                self.stop = Stop.STORE_FAULT
+            self._end()
 
     def time_is_up(self) -> None:
         """End it: the store has not read a batch in time."""
@@ -231,12 +258,13 @@ class Fetch:
         self.stop = Stop.STORE_FAULT
         self._end()
 
-    def _settled(self, hop: Hop[int], *, pages: Pages, start: int) -> None:
+    def _settled(self, hop: Hop[int]) -> None:
         self._ctx.deadlines.cancel(self._deadline)
-        self._attempt(partial(self._go_on, hop, pages=pages, start=start))
+        self._attempt(self._go_on, hop)
 
-    def _go_on(self, hop: Hop[int], *, pages: Pages, start: int) -> None:
-        self._attach(hop, pages=pages, start=start)
+    def _go_on(self, hop: Hop[int]) -> None:
+        pages = self._ctx.hop_pages.pop(hop)
+        self._attach(hop, pages)
         if self.has_ended:
             return
         if self.attached_page < self._batch_end:
@@ -245,16 +273,15 @@ class Fetch:
         else:
             self._read_on()
 
-    def _attach(self, hop: Hop[int], *, pages: Pages, start: int) -> None:
+    def _attach(self, hop: Hop[int], pages: Pages) -> None:
         # The only place where a batch is published or given back.
-        ctx = self._ctx
-        del ctx.hop_pages[hop]
-        has_store = self._epoch == ctx.tree.store_epoch
-        count = (checked_count(ctx, hop, len(pages)) or 0) if has_store else 0
+        ctx, start = self._ctx, self.attached_page
         if self.has_ended:
             ctx.host_pool.free(pages, Owner.HOP)
             self._charge.end_reading(self.attached_page - self.start_page)
             return
+        has_store = self._epoch == ctx.tree.store_epoch
+        count = (checked_count(ctx, hop, len(pages)) or 0) if has_store else 0
         anchor = self._anchor
         if not has_store:
             self.stop = Stop.DETACHED
@@ -265,9 +292,11 @@ class Fetch:
             graft = ctx.tree.graft(
                 Tier.HOST, anchor, self._data, self._hashes, start, pages[:count], source=Owner.HOP
             )
-            ctx.host_pool.free(pages[:count][~graft.taken], Owner.HOP)
+            for run in graft.duplicates:
+                ctx.host_pool.free(pages[run], Owner.HOP)
             self._advance(graft.end, start + count)
-        ctx.host_pool.free(pages[count:], Owner.HOP)
+        if count < len(pages):
+            ctx.host_pool.free(pages[count:], Owner.HOP)
         ctx.metrics.counters["fetched_pages"] += count
 
     def _advance(self, end: Node, end_page: int) -> None:
@@ -291,7 +320,9 @@ class Fetch:
         if answered_count(hop, num_pages) is None:
             self.stop = Stop.STORE_FAULT
         else:
-            self.stop = hop.stop.reason or Stop.VANISHED
+            reason = hop.stop.reason or Stop.VANISHED
+            known = isinstance(reason, Stop) and reason in READ_REASONS
+            self.stop = reason if known else Stop.STORE_FAULT
 
     def _end(self) -> None:
         ctx = self._ctx

@@ -6,8 +6,7 @@ They are asked by the prefetch itself and by whoever explains it, so the two can
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 from ..abc import Store, SupportsRefusal
 from ..config import CacheConfig, PrefetchOverflow
@@ -15,8 +14,7 @@ from ..types import Stop
 from .context import Context
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """How many pages of a hit are fetched, and what keeps the rest away; COMPLETE: nothing does."""
 
     num_pages: int
@@ -68,7 +66,7 @@ async def ask_in_batches(
 
 def is_worth_fetching(config: CacheConfig, num_pages: int) -> bool:
     """Return whether so many pages are worth the trouble: ``prefetch_threshold_tokens``, and one at least."""
-    return num_pages * config.page_size >= config.effective_prefetch_threshold_tokens
+    return num_pages > 0 and num_pages * config.page_size >= config.prefetch_threshold_tokens
 
 
 def quota_pages(ctx: Context) -> int:

@@ -19,7 +19,7 @@ from ..core.walk import Match
 from ..errors import ConsensusError
 from ..types import Pages, State, Tier
 from .allocate import DeviceRoom
-from .context import Context, Pinned, consensus_error
+from .context import Context, Pinned, consensus_error, leave_ranks
 from .readiness import open_fences, settle_ready, wait_fence
 
 
@@ -38,8 +38,8 @@ class Loading:
     reserved_tokens: int
     pages: Pages
     loaded_tokens: int
-    _ctx: Context
-    _fences: list[Sequence[Fence]] = field(default_factory=list)
+    _ctx: Context = field(repr=False)
+    _fences: list[Sequence[Fence]] = field(default_factory=list, repr=False)
 
     @property
     def done(self) -> bool:
@@ -181,7 +181,9 @@ class Loads:
     def _offer(self, holding: Holding, placed: _Placed, total_tokens: int) -> tuple[int, int]:
         # The tokens that can be served here, and the room beyond.
         ctx = self._ctx
-        if ctx.offers_nothing:
+        # Where a tier is being cleared, or was while room was waited for, nothing may be promised.
+        end = holding.device_end
+        if ctx.offers_nothing or (end is not None and not end.attached):
             placed.device_pages = placed.end_page = 0
         room = (placed.device_pages + len(holding.table.reserved)) * ctx.page_tokens
         tokens = placed.end_page * ctx.page_tokens
@@ -278,13 +280,13 @@ class Loads:
         ctx = self._ctx
         if ctx.ranks.size == 1 or ctx.ranks_lost is not None or end_page * ctx.page_tokens >= agreed_tokens:
             return
-        ctx.leave_ranks()  # so that no step waits for this rank
+        leave_ranks(ctx)  # so that no step waits for this rank
         if ctx.state is State.FAILED:
             raise ctx.invariant_error()
         ctx.lose_ranks(
             ConsensusError(
                 f"rank {ctx.ranks.rank} has offered {agreed_tokens} tokens and has lost all but "
-                f"{end_page * ctx.page_tokens} of them to a failed copy or forward"
+                f"{end_page * ctx.page_tokens} of them since, to a failed copy or forward"
             )
         )
         raise consensus_error(ctx.ranks_lost)

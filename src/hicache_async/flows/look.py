@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from .._hop import Hop
 from .._log import logger
 from ..abc import Store
-from ..types import Stop
+from ..types import Stop, StopToken
 from .calls import checked_count, start_store_call
 from .context import Context
 from .deadlines import Deadline
+from .gates import refusal_of
 
 
 class Look:
@@ -54,9 +55,12 @@ class Look:
         keys = ctx.keys.keys(self._hashes[self.page : self._batch_end])
 
         self._deadline = ctx.deadlines.add(ctx.config.store_timeout_s, self)
-        self._hop = start_store_call(
-            ctx, "count_prefix", lambda stop: store.count_prefix(keys), self._answered
-        )
+
+        async def count_prefix(stop: StopToken) -> int:
+            stop.reason = refusal_of(store)  # another call may have had its answer since the gate
+            return 0 if stop.reason is not None else await store.count_prefix(keys)
+
+        self._hop = start_store_call(ctx, "count_prefix", count_prefix, self._answered)
         self._hop.stop.tracked = True  # it fills no buffer: torn away, it has ended
 
     def leave(self) -> None:
@@ -81,6 +85,9 @@ class Look:
             return
         self._hop = None
         self._ctx.deadlines.cancel(self._deadline)
+        if hop.stop.reason is not None:
+            self._on_ended(hop.stop.reason)
+            return
         count = checked_count(self._ctx, hop, self._batch_end - self.page)
         if count is None:
             self._on_ended(Stop.STORE_FAULT)

@@ -22,7 +22,7 @@ def batch_pages(ctx: Context) -> int:
 def empty_views(ctx: Context, pages: Pages) -> Sequence[memoryview]:
     """Return one buffer per page for a store to fill; :func:`publish` makes them the pages' bytes."""
     if ctx.arena.is_direct:
-        return [ctx.arena.page_bytes(int(page)) for page in pages]
+        return [ctx.arena.page_bytes(page) for page in pages.tolist()]
     return ctx.arena.scratch(len(pages))
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
-from typing import ParamSpec
+from typing import TypeVarTuple
 
 from ..config import PrefetchPolicy
 from ..core.holding import Holding
@@ -17,23 +16,16 @@ from .fetch import Fetch
 from .gates import is_worth_fetching, outcome, refusal_to_ask
 from .look import Look
 from .offload import Offloads
+from .phase import Phase
 from .waiting import Waiters, wait_among, wake
 
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 
 STOP_GRACE_S = 0.02
 """How long a stopped prefetch waits for the page in hand, so that what has arrived is not thrown away."""
 
-
-class Phase(enum.Enum):
-    """Where a prefetch stands. It holds an admission slot while it looks, and its fetch holds one."""
-
-    QUEUED_TO_LOOK = enum.auto()
-    LOOKING = enum.auto()
-    AGREEING = enum.auto()
-    QUEUED_TO_FETCH = enum.auto()
-    FETCHING = enum.auto()
-    ENDED = enum.auto()
+BY_OTHERS = (Stop.STOPPED, Stop.DEADLINE, Stop.DETACHED)
+"""What ends a prefetch from outside; one that had brought all by then is complete."""
 
 
 class Prefetch:
@@ -129,8 +121,7 @@ class Prefetch:
         Cancellation: ends the wait only.
         """
         if self._outcome is None:
-            if self._waiters is None:
-                self._waiters = []
+            self._waiters = self._waiters or []
             await wait_among(self._waiters)
         self._ctx.check_open()
         if isinstance(self._outcome, PrefetchResult):
@@ -181,9 +172,9 @@ class Prefetch:
             self._has_slot = False
             self._ctx.admission.give_back(is_large=self.is_large)
 
-    def _attempt(self, step: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _attempt(self, step: Callable[[*Ts], None], *args: *Ts) -> None:
         try:
-            step(*args, **kwargs)
+            step(*args)
         except Exception as bug:  # noqa: BLE001 - a mover's top level: who waits for this one has to hear of it
             self._phase = Phase.ENDED
             self._ctx.fail(bug)
@@ -199,6 +190,8 @@ class Prefetch:
         self._start_at(self._local_pages())
         refusal = refusal_to_ask(ctx, self._end_page - self.start_page)
         if ctx.store is None or refusal is not None:
+            if refusal is Stop.NOTHING_MISSING:  # by now: others have brought or computed it
+                self._holding.keep_on_host(self.start_page)
             self._looked(refusal)
             return
         self._hashes = self._holding.hashes(self._end_page)
@@ -224,8 +217,9 @@ class Prefetch:
         if look is not None:
             look.leave()
             self._found_page = look.page
-        missing = max(0, self._end_page - self._found_page)
-        self._ctx.metrics.unfulfilled[reason] += missing * self._ctx.page_tokens
+        if self._found_page < self._end_page:
+            missing = self._end_page - self._found_page
+            self._ctx.metrics.unfulfilled[reason] += missing * self._ctx.page_tokens
         self._give_slot_back()
 
     # Agreeing
@@ -278,7 +272,17 @@ class Prefetch:
         if running is not None:
             self._join(running, page, page + running.num_shared(self._hashes))
         else:
-            self._finish(Stop.COMPLETE if page >= goal else Stop.VANISHED if ctx.store else Stop.DETACHED)
+            self._finish_unfetched(match.local_pages)
+
+    def _finish_unfetched(self, local_page: int) -> None:
+        if local_page < self._goal_page:
+            self._finish(Stop.VANISHED if self._ctx.store else Stop.DETACHED)
+            return
+        # Others have brought or computed all that was to come.
+        self._holding.keep_on_host(local_page)
+        if not self.brought:
+            self._goal_page = self.start_page
+        self._finish(Stop.COMPLETE if self.brought else Stop.NOTHING_MISSING)
 
     def _join(self, fetch: Fetch, page: int, end_page: int) -> None:
         # Each fetch joined starts further on than the one before, so there are at most as many as pages.
@@ -298,8 +302,8 @@ class Prefetch:
         if end_page > useful_page:  # of a prompt that goes on differently
             node, end_page = self._ctx.tree.cut(holding.match(useful_page), useful_page), useful_page
         holding.pin_host(node, end_page)
-        earlier = tuple(run for run in self.brought if run.start < self._tried_page)
-        self.brought = (*earlier, range(self._tried_page, end_page))
+        run = range(self._tried_page, end_page)
+        self.brought = (*[run for run in self.brought if run.start < self._tried_page], run)
         if charge not in self._charges:
             charge.hold()
             self._charges = (*self._charges, charge)
@@ -318,7 +322,8 @@ class Prefetch:
     def fetch_ended(self, fetch: Fetch) -> None:
         """Take note that nothing more comes of what was waited for."""
         self._fetch = None
-        self._finish(self._stop_reason or (Stop.DETACHED if fetch.stop is Stop.COMPLETE else fetch.stop))
+        stop = Stop.DETACHED if fetch.stop is Stop.COMPLETE else fetch.stop
+        self._attempt(self._finish, self._stop_reason or stop)
 
     def _leave_fetch(self) -> None:
         fetch, self._fetch = self._fetch, None
@@ -337,10 +342,7 @@ class Prefetch:
     def _end(self, reason: Stop) -> int:
         if self._phase is not Phase.ENDED and (self._stop_reason is None or self._ctx.closing):
             self._stop_reason = reason
-            if self._phase is Phase.FETCHING:
-                self._end_fetching(reason)
-            else:
-                self._end_early(reason)
+            self._attempt(self._end_fetching if self._phase is Phase.FETCHING else self._end_early, reason)
         return self.fetched_pages * self._ctx.page_tokens
 
     def _end_early(self, reason: Stop) -> None:
@@ -373,10 +375,11 @@ class Prefetch:
         hit = self._goal_page - start
         fetched = min(hit, self.fetched_pages)
         stop = outcome(hit, self._cut, ended)
-        if fetched == hit and hit and stop in (Stop.STOPPED, Stop.DEADLINE, Stop.DETACHED):
+        if fetched == hit and hit and stop in BY_OTHERS:
             stop = Stop.COMPLETE
         page_tokens, logger = ctx.page_tokens, ctx.logger
-        ctx.metrics.unfulfilled[stop] += (self._found_page - start - fetched) * page_tokens
+        if missing := self._found_page - start - fetched:
+            ctx.metrics.unfulfilled[stop] += missing * page_tokens
         result = PrefetchResult(hit * page_tokens, fetched * page_tokens, stop)
         logger.debug(
             "prefetch.settled", hit=result.hit_tokens, fetched=result.fetched_tokens, stop=stop.value

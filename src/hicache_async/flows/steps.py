@@ -13,7 +13,7 @@ The numbers count down in a vote, so that MIN is the latest one and 0 is nobody'
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ConsensusError
@@ -76,10 +76,21 @@ class Steps:
 
     async def _decide(self, load: object, ticket: bytes, on_enter: Callable[[], None]) -> None:
         agreed = await self._ctx.agree(ticket, (self.vote(),), patient=True)
-        step = self.number if agreed is None else NEVER - agreed[0]
-        # At zero it was given up elsewhere, or the rank has left whose word this would be.
-        if self._undecided.pop(load, None) is not None and step < NEVER:
-            self._entering[load] = _Entry(step, on_enter)
+        if agreed is not None and not agreed[0]:
+            return  # given up elsewhere, or the rank has left whose word this would be
+        if self._undecided.pop(load, None) is not None:
+            self._entering[load] = _Entry(self.number if agreed is None else NEVER - agreed[0], on_enter)
+
+    def check_loss(self) -> None:
+        """Raise ConsensusError when a rank was lost and no step has said so yet."""
+        if self._ctx.ranks_lost is not None and not self._heard_of_loss:
+            self._heard_of_loss = True
+            raise consensus_error(self._ctx.ranks_lost)
+
+    def take_back(self, loads: Sequence[object]) -> None:
+        """Undo the last step, whose result nobody has used: the next call of :meth:`begin` gets it again."""
+        self._entering = {load: _Entry(self.number, _entered_before) for load in loads} | self._entering
+        self._is_open = True
 
     async def begin(self, num_pages: int) -> tuple[int, list[object]]:
         """Begin the next step: return the pages that every rank grants, and the loads that enter.
@@ -103,14 +114,20 @@ class Steps:
                 self._granted = agreed[1]
         self._is_open = False
         self._device_room.trim_step(self._granted)
-        if ctx.ranks_lost is not None and not self._heard_of_loss:
-            self._heard_of_loss = True
-            raise consensus_error(ctx.ranks_lost)
-        everything = ctx.ranks_lost is not None
-        entered = [load for load, entry in self._entering.items() if everything or entry.step <= self.number]
+        self.check_loss()
+        if ctx.ranks_lost is not None:  # nobody is left to wait for
+            entered = [*self._entering, *self._undecided]
+            self._undecided.clear()
+        else:
+            entered = [load for load, entry in self._entering.items() if entry.step <= self.number]
         for load in entered:
-            self._entering.pop(load).on_enter()
+            if (entry := self._entering.pop(load, None)) is not None:
+                entry.on_enter()
         return self._granted, entered
+
+
+def _entered_before() -> None:
+    pass
 
 
 def again(ticket: bytes) -> bytes:

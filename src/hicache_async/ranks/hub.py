@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from functools import partial
 from typing import Self
 
 from .._clock import LoopClock
 from ..config import CacheConfig
-from ..errors import ConsensusError
+from ..errors import ConfigError, ConsensusError
 from ._book import Book
 from ._connection import Connection
 from ._frames import Frame, Kind, hear
@@ -59,12 +60,14 @@ class HubRanks(Member):
                 the old one may still live needs another name.
             timeout_s: how long to wait for the others; None: ``config.group_timeout_s``.
         Raises:
-            ConfigError: ``host`` is no address of one interface.
+            ConfigError: ``host`` is no address of one interface of this machine, or ``timeout_s`` no time.
             ConsensusError: ranks did not come in time; it names them.
         Cancellation: leaves nothing open; the others wait on, and this rank may join again.
         """
         board = Board(rendezvous, name)
         limit_s = config.group_timeout_s if timeout_s is None else timeout_s
+        if not isinstance(limit_s, int | float) or not 0 < limit_s < math.inf:
+            raise ConfigError(f"timeout_s is {timeout_s!r}; give seconds, more than 0, or None")
         try:
             if config.group_rank == HUB_RANK:
                 return await cls._gather(config, board, host, limit_s)
@@ -77,7 +80,13 @@ class HubRanks(Member):
         loop = asyncio.get_running_loop()
         secret = secrets.token_bytes(SECRET_NBYTES)
         gathering = Gathering(loop, config.group_size, secret)
-        server = await loop.create_server(gathering.new_connection, await board.address(host), 0)
+        address = await board.address(host)
+        try:
+            server = await loop.create_server(gathering.new_connection, address, 0)
+        except OSError as error:
+            raise ConfigError(
+                f"host is {host!r}, on which this machine cannot listen ({error}); give an address of its own"
+            ) from error
         try:
             async with asyncio.timeout(limit_s):
                 listening_host, port = server.sockets[0].getsockname()[:2]

@@ -12,13 +12,14 @@ What a caller's ``future.cancel()`` does to a post depends on when it comes:
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from .._log import logger
 from .._threads import post_to_loop
@@ -188,7 +189,12 @@ class Inbox:
 
     async def _perform_post(self, post: Post[T]) -> None:
         try:
-            result = await post.fn(self.cache)
+            work: object = post.fn(self.cache)
+            if not inspect.isawaitable(work):
+                if post.undo is not None:
+                    _undo(post.undo, cast("T", work))
+                raise TypeError(f"{post.fn!r} returned {work!r}; post a function that returns an awaitable")
+            result = await work
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:  # noqa: BLE001 - SystemExit too: it must not end the loop under all others

@@ -14,6 +14,7 @@ half-open  the probe is cancelled or stopped       open; the next operation is t
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable
 
 
@@ -31,11 +32,13 @@ class BreakerState(enum.StrEnum):
 class Admission:
     """One operation that was let through. What is said of it first counts: success, failure or neither."""
 
-    __slots__ = ("_breaker", "_epoch")
+    __slots__ = ("_breaker", "_epoch", "_num_successes", "_verb")
 
-    def __init__(self, breaker: Breaker, epoch: int) -> None:
+    def __init__(self, breaker: Breaker, epoch: int, verb: str) -> None:
         self._breaker = breaker
         self._epoch: int | None = epoch
+        self._verb = verb
+        self._num_successes = breaker.num_successes[verb]
 
     @property
     def counts(self) -> bool:
@@ -49,6 +52,7 @@ class Admission:
 
     def succeed(self) -> None:
         """Tell that the store did its work."""
+        self._breaker.num_successes[self._verb] += 1
         if self._settle():
             self._breaker.note_success()
 
@@ -58,6 +62,17 @@ class Admission:
         if counts:
             self._breaker.note_failure(fault)
         return counts
+
+    def miss(self, fault: str) -> bool:
+        """Tell that it did not end in time; returns whether that counts.
+
+        It does not where another of its verb has succeeded since it was let through: then the store works,
+        and this one has waited its turn.
+        """
+        if self._breaker.num_successes[self._verb] > self._num_successes:
+            self.withdraw()
+            return False
+        return self.fail(fault)
 
     def withdraw(self) -> None:
         """Tell that nothing is known: the operation was cancelled or stopped. Does nothing after an outcome."""
@@ -83,6 +98,7 @@ class Breaker:
 
     Attributes:
         epoch: how often it has opened or closed.
+        num_successes: operations that succeeded, by verb.
         probe: the operation under way while half-open.
         fault: what the last failure was.
     """
@@ -105,6 +121,7 @@ class Breaker:
         self._opened_s: float | None = None
         self._retry_s = 0.0
         self.epoch = 0
+        self.num_successes: Counter[str] = Counter()
         self.probe: Admission | None = None
         self.fault = ""
 
@@ -130,11 +147,11 @@ class Breaker:
         """Seconds until it lets a probe through."""
         return max(0.0, self._retry_s - self._monotonic())
 
-    def admit(self) -> Admission | None:
+    def admit(self, verb: str = "") -> Admission | None:
         """Let one operation through; None: refused."""
         if self.refuses:
             return None
-        admission = Admission(self, self.epoch)
+        admission = Admission(self, self.epoch, verb)
         if self._opened_s is not None:
             self.probe = admission
             self._on_change(BreakerState.OPEN, BreakerState.HALF_OPEN)

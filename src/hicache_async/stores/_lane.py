@@ -22,6 +22,9 @@ from .._threads import post_to_loop
 from ..errors import StoreUnavailable
 from ..types import StopToken
 
+FEW_CALLS = 64
+"""So many that were cancelled while they waited are not worth sweeping out."""
+
 RUNS_PER_CALL = 2
 """Runs of one call under way at once: what a stopped call may still touch is this many items."""
 
@@ -202,6 +205,7 @@ class Lanes:
         except asyncio.CancelledError:
             call.stop.stop()
             self._settle_if_over(call)
+            self._sweep(call.kind)
             raise
 
     def close(self) -> None:
@@ -253,6 +257,12 @@ class Lanes:
         self._ready[kind].extend(again)
         job.unreported = len(job.runs)
         return job
+
+    def _sweep(self, kind: Kind) -> None:
+        # Of those that were cancelled while they waited; few enough are left to the next job.
+        ready = self._ready[kind]
+        if len(ready) > 2 * len(self._live) + FEW_CALLS:
+            self._ready[kind] = deque(call for call in ready if call in self._live)
 
     def _take_waiting(self, kind: Kind) -> Iterator[Call]:
         ready = self._ready[kind]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .._log import logger
-from ..abc import Clock, Store, SupportsDelete, SupportsListing, TimerHandle
+from ..abc import Clock, Store, SupportsDelete, SupportsListing, SupportsRefusal, TimerHandle
 from ..errors import ConfigError, HiCacheError, StoreError, StoreUnavailable
 from ..types import Stop, StopToken
 from ._attempt import Attempts, Deadline
@@ -105,6 +105,7 @@ class GuardedStore:
             )
         self._clock = clock or _RunningLoopClock()
         self._draw = draw or Random().random
+        self._refuser = inner if isinstance(inner, SupportsRefusal) else None
         self._attempts = Attempts()
         self._breaker = Breaker(
             max_failures=_checked_number("max_failures", max_failures),
@@ -124,11 +125,15 @@ class GuardedStore:
 
     def refusal(self) -> Stop | None:
         """Return BREAKER_OPEN while an operation would be refused, None when it would be tried. Costs nothing."""
-        return Stop.BREAKER_OPEN if self._breaker.refuses else None
+        if self._breaker.refuses:
+            return Stop.BREAKER_OPEN
+        return None if self._refuser is None else self._refuser.refusal()
 
     def why_refused(self) -> str:
         """Say since when and why the breaker is not closed, and when it is tried again."""
         breaker = self._breaker
+        if not breaker.refuses and self._refuser is not None:
+            return self._refuser.why_refused()
         if breaker.state is BreakerState.CLOSED:
             return "its breaker is closed"
         again = f"tried again in {breaker.retry_in_s:.1f} s" if breaker.probe is None else "being tried now"
@@ -163,6 +168,7 @@ class GuardedStore:
             return 0
 
         async def attempt(deadline: Deadline) -> object:
+            stop.reason = None  # of the attempt before
             return await self._attempts.run(
                 lambda: self.inner.read(keys, into, stop), deadline, stop, is_lookup=False
             )
@@ -226,7 +232,7 @@ class GuardedStore:
             admission.withdraw()
 
     def _admit(self, verb: str) -> Admission:
-        admission = self._breaker.admit()
+        admission = self._breaker.admit(verb)
         if admission is None:
             raise self._refused(verb)
         return admission
@@ -259,7 +265,7 @@ class GuardedStore:
     def _miss_deadline(self, verb: str, timeout_s: float, admission: Admission, stop: StopToken) -> None:
         stop.stop()
         self.stats["deadline_misses"] += 1
-        self._fail(admission, f"{verb}: no answer in {timeout_s:g} s")
+        self.stats["failures"] += admission.miss(f"{verb}: no answer in {timeout_s:g} s")
 
     def _fail(self, admission: Admission, fault: str) -> None:
         self.stats["failures"] += admission.fail(fault)
