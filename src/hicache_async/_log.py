@@ -29,6 +29,7 @@ EVENTS = frozenset(
         "prefetch.anchor_not_backed",
         "prefetch.settled",
         "ranks.lost",
+        "ranks.none",
         "runner.close_abandoned",
         "runner.failed",
         "runner.post_failed",

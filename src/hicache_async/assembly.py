@@ -146,6 +146,8 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
     ranks = parts.ranks
     if ranks is None:
         ranks = owned.ranks = SoloRanks()
+        if config.group_size > 1:
+            logger.warning("ranks.none", size=config.group_size, advice="pass ranks= for ranks that agree")
     check_group(config, ranks)
     buffer = await device.host_buffer(HostArena.nbytes_needed(kv, num_host_pages))
     arena = HostArena(kv, config.host_layout, num_host_pages, buffer)

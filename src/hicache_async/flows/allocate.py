@@ -86,9 +86,9 @@ class DeviceRoom:
 
     def _reclaim(self) -> None:
         # Nobody will ever match what the tree holds. Who might still read it is not to be asked of a tree in
-        # doubt: so its pages come back when no request that loaded before is left, and no copy runs.
+        # doubt: so its pages come back when no request holds any of them, and no copy runs.
         pool = self._ctx.device_pool
-        if not self._is_moving() and not any(holding.device_end for holding in self._holdings()):
+        if not self._is_moving() and all(holding.table.owned.all() for holding in self._holdings()):
             pool.free(pool.owned_by(Owner.TREE), Owner.TREE)
 
     async def copies_ended(self) -> bool:
