@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -47,10 +48,10 @@ def start_store_call(
     priority: int = 0,
 ) -> Hop[int]:
     """Start a store's coroutine as a hop. Whatever it raises, or is, ends in ``hop.error``."""
-
-    async def run(stop: StopToken) -> int:
-        count = await call(stop)  # type: ignore[misc] # whatever it is; checked when it has settled
-        return plain_count(count)  # type: ignore[return-value]
-
     ctx.metrics.counters[f"store_calls_{name}"] += 1
-    return ctx.hops.start_call(f"store.{name}", run, on_settled, priority=priority)
+    return ctx.hops.start_call(f"store.{name}", partial(_answer_of, call), on_settled, priority=priority)
+
+
+async def _answer_of(call: Callable[[StopToken], object], stop: StopToken) -> int:
+    count = await call(stop)  # type: ignore[misc] # whatever it is; checked when it has settled
+    return plain_count(count)  # type: ignore[return-value]

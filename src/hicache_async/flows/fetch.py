@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Protocol, TypeVarTuple
 
@@ -223,21 +224,26 @@ class Fetch:
         ctx, start = self._ctx, self.attached_page
         self._batch_end = start + len(pages)
         keys = ctx.keys.keys(self._hashes[start : self._batch_end])
-        store, views = self._store, empty_views(ctx, pages)
-
-        async def read_and_publish(stop: StopToken) -> object:
-            count = plain_count(await store.read(keys, views, stop))
-            if isinstance(count, int) and 0 < count <= len(keys):
-                await publish(ctx, pages[:count], views[:count], stop)
-            return count
-
-        def read(stop: StopToken) -> object:
-            return store.read(keys, views, stop) if ctx.arena.is_direct else read_and_publish(stop)
-
+        read = partial(self._read, pages, keys, empty_views(ctx, pages))
         hop = start_store_call(ctx, "read", read, self._settled, priority=self._priority or 0)
         hop.on_late = self._failed_late
         ctx.hop_pages[hop] = pages
         return hop
+
+    def _read(
+        self, pages: Pages, keys: Sequence[str], views: Sequence[memoryview], stop: StopToken
+    ) -> object:
+        if self._ctx.arena.is_direct:
+            return self._store.read(keys, views, stop)
+        return self._read_and_publish(pages, keys, views, stop)
+
+    async def _read_and_publish(
+        self, pages: Pages, keys: Sequence[str], views: Sequence[memoryview], stop: StopToken
+    ) -> object:
+        count = plain_count(await self._store.read(keys, views, stop))
+        if isinstance(count, int) and 0 < count <= len(keys):
+            await publish(self._ctx, pages[:count], views[:count], stop)
+        return count
 
     def _failed_late(self, error: BaseException) -> None:
         # A thread of it may still write into its pages; nobody has to wait for that.

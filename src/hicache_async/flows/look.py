@@ -50,18 +50,16 @@ class Look:
 
     def ask(self) -> None:
         """Ask for the next batch."""
-        ctx, store = self._ctx, self._store
+        ctx = self._ctx
         self._batch_end = min(self.page + ctx.config.store_batch_pages, self._end_page)
-        keys = ctx.keys.keys(self._hashes[self.page : self._batch_end])
-
         self._deadline = ctx.deadlines.add(ctx.config.store_timeout_s, self)
-
-        async def count_prefix(stop: StopToken) -> int:
-            stop.reason = refusal_of(store)  # another call may have had its answer since the gate
-            return 0 if stop.reason is not None else await store.count_prefix(keys)
-
-        self._hop = start_store_call(ctx, "count_prefix", count_prefix, self._answered)
+        self._hop = start_store_call(ctx, "count_prefix", self._count_prefix, self._answered)
         self._hop.stop.tracked = True  # it fills no buffer: torn away, it has ended
+
+    async def _count_prefix(self, stop: StopToken) -> int:
+        stop.reason = refusal_of(self._store)  # another call may have had its answer since the gate
+        keys = self._ctx.keys.keys(self._hashes[self.page : self._batch_end])
+        return 0 if stop.reason is not None else await self._store.count_prefix(keys)
 
     def leave(self) -> None:
         """Hear no more; the question ends by itself."""
