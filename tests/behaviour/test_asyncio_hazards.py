@@ -22,9 +22,10 @@ from hicache_async.errors import StoreUnavailable
 from hicache_async.memory.host import HostArena
 from hicache_async.stores import FileStore, MemoryStore
 from hicache_async.stores import _lane as lane
+from hicache_async.stores._directory import ObjectDirectory
 from hicache_async.testing.faults import FlakyStore, HeldStore, StoreWrapper
 from hicache_async.testing.manual import ManualThreads
-from tests.flows.rig import Opener, make_kv, tokens, turns
+from tests.flows.rig import Opener, make_kv, page_hashes, tokens, turns
 
 SOURCES = sorted(Path(hicache_async.__file__).parent.rglob("*.py"))
 
@@ -252,6 +253,70 @@ async def test_a_store_is_called_in_the_context_of_the_request(open_cache: Opene
     with rig.lease("abcd") as lease:
         assert (await lease.prefetch()).fetched_tokens == 16
     assert store.seen["count_prefix"] == store.seen["read"] == {"somebody"}
+
+
+class AskingWho(StoreWrapper):
+    """A store that notes in whose context it is asked for which page."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore())
+        self.seen: set[tuple[str, str, str]] = set()
+
+    async def count_prefix(self, keys: Any) -> int:
+        self.seen.add((request_name.get(), "count_prefix", keys[0]))
+        return await super().count_prefix(keys)
+
+    async def read(self, keys: Any, into: Any, stop: StopToken) -> int:
+        self.seen.add((request_name.get(), "read", keys[0]))
+        return await super().read(keys, into, stop)
+
+
+@pytest.mark.asyncio
+@pytest.mark.every_loop
+async def test_requests_that_queue_keep_their_contexts_apart(open_cache: Opener) -> None:
+    """With one slot for many, each call of the store is made in the context of the request that it is for."""
+    store = AskingWho()
+    rig = await open_cache(store=store, max_prefetches_in_flight=1)
+    prompts = {name: name * 3 for name in "abcdef"}
+    for letters in prompts.values():
+        await rig.put_in_store(letters)
+
+    async def request(name: str) -> None:
+        request_name.set(name)
+        with rig.lease(prompts[name], name) as lease:
+            await lease.prefetch()
+
+    await asyncio.gather(*(request(name) for name in prompts))
+    first_keys = {name: rig.ctx.keys.keys(page_hashes(prompts[name]))[0] for name in prompts}
+    expected = {(name, verb, first_keys[name]) for name in prompts for verb in ("count_prefix", "read")}
+    assert store.seen == expected
+
+
+@pytest.mark.asyncio
+@pytest.mark.every_loop
+async def test_threads_of_the_file_store_see_the_context_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a thread logs for a call carries what the caller knows, also where calls share a job."""
+    seen: set[tuple[str, str]] = set()
+    read = ObjectDirectory.read
+
+    def noted(self: ObjectDirectory, key: str, into: memoryview) -> Any:
+        seen.add((request_name.get(), key))
+        return read(self, key, into)
+
+    monkeypatch.setattr(ObjectDirectory, "read", noted)
+    store = FileStore(tmp_path)
+    keys = ["one", "two", "three"]
+    await store.write(keys, [memoryview(b"x" * 64)] * 3)
+
+    async def reader(key: str) -> int:
+        request_name.set(f"reader of {key}")
+        return await store.read([key], [memoryview(bytearray(64))], StopToken())
+
+    assert await asyncio.gather(*(reader(key) for key in keys)) == [1, 1, 1]
+    assert seen == {(f"reader of {key}", key) for key in keys}
+    await store.aclose()
 
 
 # Waiting without asking

@@ -216,7 +216,11 @@ class Session:
         return request.call is None or request.call.task.done()
 
     def _is_over(self) -> bool:
-        return not (self.engine.requests or self.world.calls or self.world.rig.ctx.hops.live)
+        # Between two writes of a path no call is live.
+        rig = self.world.rig
+        return not (self.engine.requests or self.world.calls or rig.ctx.hops.live) and (
+            rig.cache._movers.backups.is_idle.is_set()
+        )
 
     async def _check_given_back(self) -> None:
         rig = self.world.rig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import TypeVarTuple
 
 from ..config import PrefetchPolicy
@@ -49,7 +50,7 @@ class Prefetch:
     """
 
     __slots__ = (
-        "_charges", "_ctx", "_cut", "_deadline", "_end_page", "_fetch", "_found_page", "_goal_page",
+        "_charges", "_context", "_ctx", "_cut", "_deadline", "_end_page", "_fetch", "_found_page", "_goal_page",
         "_has_slot", "_hashes", "_holding", "_offloads", "_outcome", "_phase", "_question", "_stop_reason",
         "_ticket", "_tried_page", "_useful_page", "_waiters", "brought", "is_large", "priority",
         "start_page",
@@ -66,6 +67,7 @@ class Prefetch:
         priority: int = 0,
     ) -> None:
         self._ctx = ctx
+        self._context = copy_context()  # of the request: its store calls are made in it
         self._offloads = offloads
         self._holding = holding
         self._ticket = ticket
@@ -160,12 +162,9 @@ class Prefetch:
     def admitted(self) -> None:
         """Go on with the slot that was waited for."""
         self._has_slot = True
-        if self._phase is Phase.QUEUED_TO_LOOK:
-            self._phase = Phase.LOOKING
-            self._attempt(self._look)
-        else:
-            self._phase = Phase.FETCHING
-            self._attempt(self._start_fetch)
+        looks = self._phase is Phase.QUEUED_TO_LOOK
+        self._phase = Phase.LOOKING if looks else Phase.FETCHING
+        self._context.run(self._attempt, self._look if looks else self._start_fetch)
 
     def _give_slot_back(self) -> None:
         if self._has_slot:

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from contextvars import copy_context
 from typing import NamedTuple
 
 from aiofiles.ospath import wrap
@@ -63,11 +64,13 @@ class Call:
         item_nbytes: bytes of one item.
 
     Attributes:
+        context: of who called, in which the items are done.
         wanted: items below it are good or still worth doing; ends as the count.
         fault, error: what ``perform`` said or raised at the first bad item.
     """
 
     __slots__ = (
+        "context",
         "error",
         "fault",
         "item_nbytes",
@@ -89,6 +92,7 @@ class Call:
         item_nbytes: int = 0,
     ) -> None:
         self.kind = kind
+        self.context = copy_context()
         self.perform = perform
         self.stop = stop
         self.item_nbytes = max(1, item_nbytes)
@@ -118,11 +122,12 @@ class Call:
 class Run:
     """Items ``first`` to ``end`` of one call, done by one thread; ``good`` of them went well."""
 
-    __slots__ = ("call", "end", "error", "fault", "first", "good", "job")
+    __slots__ = ("call", "context", "end", "error", "fault", "first", "good", "job")
 
     def __init__(self, job: Job, call: Call, num_items: int) -> None:
         self.job = job
         self.call = call
+        self.context = call.context.copy()  # two runs of a call may be done at once
         self.first = call.next
         self.end = call.next + num_items
         self.good = 0
@@ -335,7 +340,7 @@ class Lanes:
 def _work(job: Job, post: Callable[[Run], None]) -> None:
     if job.claim():
         for run in job.runs:
-            run.perform()
+            run.context.run(run.perform)
             post(run)
 
 
