@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
+from contextvars import copy_context
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ._threads import post_to_loop
@@ -107,7 +109,8 @@ class Hop(Generic[T]):
             if error is None:
                 result = task.result()
         if self.stop.busy:
-            self.stop.when_quiet(lambda: self.settle(result, error))
+            # What follows goes on in the context of the call, not in that of a thread's last word.
+            self.stop.when_quiet(partial(copy_context().run, self.settle, result, error))
             if error is not None and self.on_late is not None:
                 self.on_late(error)
         elif not torn or self.stop.tracked:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from types import TracebackType
 from typing import cast
 
@@ -195,11 +196,12 @@ class HiCache:
         self._movers.steps.check_loss()
         self._ctx.check_open()
         pages, entered = await self._movers.steps.begin(checked_count("num_pages", num_pages))
-        return StepGrant(pages, cast("tuple[PrefixLease, ...]", tuple(entered)), self._take_back)
+        take_back = partial(self._take_back, self._movers.steps.number)
+        return StepGrant(pages, cast("tuple[PrefixLease, ...]", tuple(entered)), take_back)
 
-    def _take_back(self, grant: StepGrant) -> None:
+    def _take_back(self, number: int, loaded: Sequence[PrefixLease]) -> None:
         self._check()
-        self._movers.steps.take_back([lease for lease in grant.loaded if lease in self._leases])
+        self._movers.steps.take_back(number, [lease for lease in loaded if lease in self._leases])
 
     def step(self, batch: StepBatch) -> StepResult:
         """Do what a step has brought, sync, in the order commit, extend, discard, release, allocate.

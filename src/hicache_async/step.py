@@ -25,15 +25,19 @@ class StepGrant:
 
     num_pages: int
     loaded: tuple[PrefixLease, ...]
-    _take_back: Callable[[StepGrant], None] | None = field(default=None, repr=False, compare=False)
+    _take_back: Callable[[Sequence[PrefixLease]], None] | None = field(
+        default=None, repr=False, compare=False
+    )
 
     def give_back(self) -> None:
         """Undo the step, of which nothing has been used: the next ``begin_step`` gets this grant again.
 
+        Raises: LeaseError: another step was begun since, or it was given back before.
+
         For an engine that may cancel the call when it has just ended: ``post(..., undo=StepGrant.give_back)``.
         """
         if self._take_back is not None:
-            self._take_back(self)
+            self._take_back(self.loaded)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Iterator, MutableMapping
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +290,29 @@ async def test_requests_that_queue_keep_their_contexts_apart(open_cache: Opener)
     first_keys = {name: rig.ctx.keys.keys(page_hashes(prompts[name]))[0] for name in prompts}
     expected = {(name, verb, first_keys[name]) for name in prompts for verb in ("count_prefix", "read")}
     assert store.seen == expected
+
+
+class LateStore(AskingWho):
+    """A store whose thread tells that it is over after the coroutine has returned, in a context of its own."""
+
+    async def read(self, keys: Any, into: Any, stop: StopToken) -> int:
+        stop.job_started()
+        Context().run(asyncio.get_running_loop().call_later, 0.001, stop.job_ended)
+        return await super().read(keys, into, stop)
+
+
+@pytest.mark.asyncio
+@pytest.mark.every_loop
+async def test_later_batches_are_read_in_the_context_of_the_request(open_cache: Opener) -> None:
+    """Whoever told last that the batch before was over."""
+    store = LateStore()
+    rig = await open_cache(store=store, store_batch_pages=1)
+    await rig.put_in_store("abcd")
+    request_name.set("somebody")
+    with rig.lease("abcd") as lease:
+        assert (await lease.prefetch()).fetched_tokens == 16
+    assert {name for name, verb, _ in store.seen} == {"somebody"}
+    assert sum(verb == "read" for _, verb, _ in store.seen) == 4
 
 
 @pytest.mark.asyncio

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hicache_async import CapacityError, ClosedError, ConsensusError, InvariantError, State
+from hicache_async import CapacityError, ClosedError, ConsensusError, InvariantError, LeaseError, State
 from hicache_async.config import RankLoss
 from tests.behaviour.test_rank_agreement import Group, Opening, bring, open_group
 from tests.flows.rig import Rig, driven, turns
@@ -180,6 +180,21 @@ async def test_a_grant_given_back_has_no_request_that_has_gone(open_group: Openi
     grants[0].give_back()
     assert (await group.rigs[0].cache.begin_step()).loaded == ()
     await group.step()
+
+
+async def test_an_old_grant_cannot_be_given_back(open_group: Opening) -> None:
+    """Nor one twice: the steps that follow would differ from those of the other ranks."""
+    group = await open_group([8, 8])
+    old = await group.step(2)
+    with pytest.raises(LeaseError, match="not the last one"):
+        await group.step(3)
+        old[0].give_back()
+    last = await group.step(1)
+    last[0].give_back()
+    with pytest.raises(LeaseError):
+        last[0].give_back()
+    assert (await group.rigs[0].cache.begin_step()).num_pages == 1
+    assert [grant.num_pages for grant in await group.step(2)] == [2, 2]
 
 
 async def test_a_closed_cache_says_which_loss_has_closed_it(open_group: Opening) -> None:

@@ -17,6 +17,7 @@ from hicache_async.flows.attachment import Attachment
 from hicache_async.stores import MemoryStore
 from hicache_async.testing import fault_exam
 from hicache_async.testing._exam_store import FAULTS
+from hicache_async.testing.cancel_exam import check_cancellation
 from hicache_async.testing.fault_exam import check_store_faults
 from hicache_async.types import StopToken
 from tests.flows.conftest import logs
@@ -187,3 +188,34 @@ def test_faults_are_named() -> None:
         "answers None",
         "answers nan",
     } <= FAULTS.keys()
+
+
+class OnlyFour:
+    """A store of four methods that keeps its objects as files, and makes no directory of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    async def count_prefix(self, keys: Sequence[str]) -> int:
+        return next((at for at, key in enumerate(keys) if not (self._directory / key).exists()), len(keys))
+
+    async def read(self, keys: Sequence[str], into: Sequence[memoryview], stop: StopToken) -> int:
+        for at, (key, view) in enumerate(zip(keys, into, strict=True)):
+            if stop.stopped or not (self._directory / key).exists():
+                return at
+            view[:] = (self._directory / key).read_bytes()
+        return len(keys)
+
+    async def write(self, keys: Sequence[str], pages: Sequence[memoryview]) -> int:
+        for key, page in zip(keys, pages, strict=True):
+            (self._directory / key).write_bytes(page)
+        return len(keys)
+
+    async def aclose(self) -> None:
+        pass
+
+
+def test_a_store_of_four_methods_passes_both_exams() -> None:
+    """As the README describes one, in the directory that it is given."""
+    assert check_store_faults(OnlyFour, share=0.05, seed=1).faults
+    assert check_cancellation(OnlyFour, only="Admin", share=0.1, seed=1).cancels

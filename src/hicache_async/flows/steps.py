@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..errors import ConsensusError
+from ..errors import ConsensusError, LeaseError
 from .allocate import DeviceRoom
 from .context import Context, consensus_error
 
@@ -87,8 +87,15 @@ class Steps:
             self._heard_of_loss = True
             raise consensus_error(self._ctx.ranks_lost)
 
-    def take_back(self, loads: Sequence[object]) -> None:
-        """Undo the last step, whose result nobody has used: the next call of :meth:`begin` gets it again."""
+    def take_back(self, number: int, loads: Sequence[object]) -> None:
+        """Undo the last step, whose result nobody has used: the next call of :meth:`begin` gets it again.
+
+        Raises: LeaseError: step ``number`` is not the last one, or was taken back.
+        """
+        if number != self.number or self._is_open:
+            raise LeaseError(
+                f"the grant of step {number} cannot be given back: it is not the last one, {self.number}"
+            )
         self._entering = {load: _Entry(self.number, _entered_before) for load in loads} | self._entering
         self._is_open = True
 

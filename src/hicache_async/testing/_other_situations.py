@@ -73,7 +73,9 @@ async def _flush(engine: ExamEngine) -> Situation:
 async def _clear(engine: ExamEngine) -> Situation:
     await engine.put("uv")
     lease = await about_to_commit(engine)
-    work = _commit_and(lease, engine.cache.admin.clear)
+    store, clear = engine.store, engine.cache.admin.clear
+    clearable = isinstance(store, SupportsDelete) and isinstance(store, SupportsListing)
+    work = _commit_and(lease, clear if clearable else partial(clear, Tier.HOST))
     return Situation(work=work, leases=[lease], raises=(StoreUnavailable,))
 
 

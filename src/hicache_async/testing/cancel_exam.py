@@ -225,6 +225,7 @@ class _Server:
         loop = asyncio.get_running_loop()
         self.situation: Situation | None = None
         self._engine: asyncio.Future[ExamEngine] = loop.create_future()
+        directory.mkdir(parents=True, exist_ok=True)
         self._leave = asyncio.Event()
         self._task = loop.create_task(self._serve(make_store, parts, directory), name="exam:server")
 

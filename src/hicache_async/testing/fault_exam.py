@@ -147,6 +147,7 @@ class _Story:
     async def tell(self) -> None:
         """Tell it."""
         self._around.watch_loop()
+        self._around.directory.mkdir(parents=True, exist_ok=True)
         store = scripted(self._make_store(self._around.directory))
         store.script = self._script
         try:
