@@ -95,9 +95,10 @@ class Seat:
         return self.cache._movers.device_room.step.own_pages()
 
     async def _rest(self) -> None:
-        cache = self.cache
+        # A prefetch may have ended while its vote was out: the slowest rank's vote settles that.
+        cache, ctx = self.cache, self.cache._ctx
         await cache.admin.flush()
-        while cache._ctx.hops.live or cache._ctx.prefetches:  # noqa: ASYNC110 - several things end, each its way
+        while ctx.hops.live or ctx.prefetches or ctx.waits:  # noqa: ASYNC110 - several things end, each its way
             await asyncio.sleep(0)
 
 
