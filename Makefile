@@ -15,7 +15,7 @@ help:
 demo: .venv/.demo-stamp ## a conversation whose KV cache comes back from device, host and disk
 	@$(BIN)/python examples/chat.py $(ARGS)
 
-test: .venv/.dev-stamp ## the tests, about three minutes
+test: .venv/.dev-stamp ## the tests, about eight minutes
 	@$(BIN)/python -m pytest $(ARGS)
 
 stress: .venv/.dev-stamp ## the tests with their long forms
