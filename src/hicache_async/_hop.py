@@ -3,7 +3,7 @@
 Whatever may be written or read by a thread, a copy engine or a store belongs to a Hop from submit to
 :meth:`Hop.settle`. Tasks only wait for ``hop.settled``; cancelling them, natively, by a scope or twice,
 frees nothing, so no page can change hands while a thread still touches it. A Hop knows no page: what it
-owns is in the closure of ``on_settled``, the only place that may give it back or publish it.
+owns is known to ``on_settled``, the only place that may give it back or publish it.
 """
 
 from __future__ import annotations

@@ -288,8 +288,7 @@ class HiCache:
 
     def _check(self) -> None:
         # First: a child may run the very loop that it has inherited.
-        if os.getpid() != self._pid:
-            check_process(self._pid, "this cache", "open a cache of its own")
+        check_process(self._pid, "this cache", "open a cache of its own")
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:

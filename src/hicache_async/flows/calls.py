@@ -24,9 +24,14 @@ def checked_count(ctx: Context, hop: Hop[int], limit: int) -> int | None:
     """As :func:`answered_count`, and report a fault."""
     count = answered_count(hop, limit)
     if count is None:
-        ctx.metrics.counters["store_faults"] += 1
-        logger.warning("store.fault", call=hop.name, fault=fault_of(hop, limit))
+        report_fault(ctx, hop.name, fault_of(hop, limit))
     return count
+
+
+def report_fault(ctx: Context, call: str, fault: str) -> None:
+    """Count and log what went wrong with a call of the store."""
+    ctx.metrics.counters["store_faults"] += 1
+    logger.warning("store.fault", call=call, fault=fault)
 
 
 def fault_of(hop: Hop[int], limit: int) -> str:

@@ -191,7 +191,8 @@ class Context:
         """Agree with the other ranks; None: one of them was lost, or the cache is closing and the vote stands."""
         if self.ranks.size == 1:
             return await self.ranks.agree(ticket, vote, patient=patient)
-        # All waits take the same number of turns, so they end in the order in which the tickets settled.
+        # Tasks begin in the order made, so votes are cast in the order of these calls; and all waits take the same
+        # number of turns, so they end in the order in which the tickets settled.
         agreeing = self.loop.create_task(self.ranks.agree(ticket, vote, patient=patient))
         try:
             while not agreeing.done():

@@ -16,7 +16,7 @@ from ..core.node import Node
 from ..core.pool import NO_PAGES, Owner
 from ..core.walk import Match
 from ..types import Pages, Stop, StopToken, Tier
-from .calls import answered_count, checked_count, plain_count, start_store_call
+from .calls import answered_count, checked_count, plain_count, report_fault, start_store_call
 from .charge import Charge
 from .context import Context, Pinned
 from .deadlines import Deadline
@@ -250,8 +250,7 @@ class Fetch:
         if not self.has_ended:
             ctx = self._ctx
             ctx.deadlines.cancel(self._deadline)
-            ctx.metrics.counters["store_faults"] += 1
-            logger.warning("store.fault", call="store.read", fault=repr(error))
+            report_fault(ctx, "store.read", repr(error))
             if self.stop is Stop.COMPLETE:
                 self.stop = Stop.STORE_FAULT
             self._end()

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from .._threads import check_process
 from ..errors import ConfigError, ConsensusError, WrongLoopError
 from ._book import Book
 from ._frames import MAX_VALUE, MAX_VALUES, TICKET_NBYTES
@@ -86,11 +87,7 @@ class Member:
             self._role.leave()
 
     def _check_loop(self) -> None:
-        if os.getpid() != self._pid:
-            raise WrongLoopError(
-                f"this rank belongs to process {self._pid}, this is its fork {os.getpid()}: "
-                "join the group in the process that uses it"
-            )
+        check_process(self._pid, "this rank", "join a group of its own")
         try:
             here = asyncio.get_running_loop() is self._book.loop
         except RuntimeError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..cache import HiCache
 from ..core.node import Node
 from ..flows.audit import audit
 from ._exam_engine import ExamEngine
@@ -41,26 +42,35 @@ def check_closed(engine: ExamEngine) -> None:
 def check_returned(engine: ExamEngine) -> None:
     """Check that nobody holds anything: no lease, no page outside free list and tree, no pin, no charge."""
     engine.cache.audit()
-    ctx, stats = engine.ctx, engine.cache.stats()
+    if left := held_in(engine.cache):
+        raise AssertionError(f"nobody should hold anything, but there are {left}; {engine.ctx.failure!r}")
+
+
+def held_in(cache: HiCache, *, in_step: int = 0) -> dict[str, int]:
+    """Return what somebody holds or waits for, by name; nothing that is 0.
+
+    Args:
+        in_step: device pages that the engine's step may have been granted and not used.
+    """
+    ctx, stats = cache._ctx, cache.stats()
     held = {
         "leases": stats.leases,
         "hops": stats.hops,
-        "device pages leased": stats.device.leased,
+        "device pages leased": stats.device.leased - in_step,
         "device pages in hops": stats.device.in_hops,
         "host pages leased": stats.host.leased,
         "host pages in hops": stats.host.in_hops,
         "host pages charged": ctx.prefetch_pages,
         "moves": len(ctx.moves),
         "waits": len(ctx.waits),
+        "votes": len(ctx.votes),
         "prefetches": len(ctx.prefetches),
         "prefetches in the queue": len(ctx.admission),
         "fetches": len(ctx.fetches),
         "announcements": len(ctx.announcements),
         "bugs": stats.counters.get("bugs", 0),
     }
-    left = {name: count for name, count in held.items() if count}
-    if left:
-        raise AssertionError(f"nobody should hold anything, but there are {left}; {ctx.failure!r}")
+    return {name: count for name, count in held.items() if count}
 
 
 def check_all_free(engine: ExamEngine) -> None:

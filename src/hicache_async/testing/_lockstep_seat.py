@@ -14,6 +14,7 @@ from ..core.pool import FreeList
 from ..memory.device_kv import DeviceKV
 from ..stores.memory import MemoryStore
 from ..types import Pages, State, Tier
+from ._exam_checks import held_in
 from ._exam_engine import PAGE_TOKENS, SpoiledPages, make_kv, page_hashes, within
 from ._watched_ranks import WatchedRanks
 from .golden import page_object
@@ -58,24 +59,9 @@ class Seat:
             return
         await within(self._rest())
         cache.audit()
-        ctx, stats = cache._ctx, cache.stats()
-        held = {
-            "leases": stats.leases,
-            "hops": stats.hops,
-            "device pages leased beyond the step's": stats.device.leased - len(self._step_pages()),
-            "device pages in hops": stats.device.in_hops,
-            "host pages leased": stats.host.leased,
-            "host pages in hops": stats.host.in_hops,
-            "host pages charged": ctx.prefetch_pages,
-            "moves": len(ctx.moves),
-            "waits": len(ctx.waits),
-            "votes": len(ctx.votes),
-            "prefetches": len(ctx.prefetches),
-            "announcements": len(ctx.announcements),
-            "bugs": stats.counters.get("bugs", 0),
-        }
-        left = {name: count for name, count in held.items() if count}
-        assert not left, f"rank {self.luck.rank}: nobody should hold anything, but {left}; {ctx.failure!r}"
+        left = held_in(cache, in_step=len(self._step_pages()))
+        failure = cache._ctx.failure
+        assert not left, f"rank {self.luck.rank}: nobody should hold anything, but {left}; {failure!r}"
         await self._check_all_free()
 
     async def _check_all_free(self) -> None:
