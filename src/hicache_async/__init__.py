@@ -18,10 +18,14 @@ if TYPE_CHECKING:
         PagedBytes,
         Ranks,
         Store,
+        SupportsCodec,
         SupportsDelete,
         SupportsListing,
+        SupportsNamespaces,
         SupportsRefusal,
+        SupportsStat,
         SupportsStats,
+        SupportsSweep,
     )
     from .admin import Admin
     from .cache import HiCache
@@ -63,7 +67,18 @@ if TYPE_CHECKING:
     from .runner import LoopRunner
     from .step import StepBatch, StepGrant, StepResult
     from .stores.registry import open_store, register_store
-    from .types import Books, CacheStats, PrefetchResult, Residency, State, Stop, StopToken, Tier, TierStats
+    from .types import (
+        Books,
+        CacheStats,
+        ObjectStat,
+        PrefetchResult,
+        Residency,
+        State,
+        Stop,
+        StopToken,
+        Tier,
+        TierStats,
+    )
 
 _HOMES = {
     "abc": (
@@ -76,10 +91,14 @@ _HOMES = {
         "PagedBytes",
         "Ranks",
         "Store",
+        "SupportsCodec",
         "SupportsDelete",
         "SupportsListing",
+        "SupportsNamespaces",
         "SupportsRefusal",
+        "SupportsStat",
         "SupportsStats",
+        "SupportsSweep",
     ),
     "admin": ("Admin",),
     "cache": ("HiCache",),
@@ -143,6 +162,7 @@ _HOMES = {
     "types": (
         "Books",
         "CacheStats",
+        "ObjectStat",
         "PrefetchResult",
         "Residency",
         "State",
@@ -206,6 +226,7 @@ __all__ = [
     "Loading",
     "LoopRunner",
     "NamespaceError",
+    "ObjectStat",
     "PagedBytes",
     "Prefetch",
     "PrefetchMode",
@@ -228,10 +249,14 @@ __all__ = [
     "StoreError",
     "StoreUnavailable",
     "Stored",
+    "SupportsCodec",
     "SupportsDelete",
     "SupportsListing",
+    "SupportsNamespaces",
     "SupportsRefusal",
+    "SupportsStat",
     "SupportsStats",
+    "SupportsSweep",
     "Tier",
     "TierStats",
     "TokenKey",

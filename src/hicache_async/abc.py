@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from .errors import ConsensusError
-from .types import Pages, Stop, StopToken
+from .types import ObjectStat, Pages, Stop, StopToken
 
 if TYPE_CHECKING:
     import torch
@@ -143,6 +143,43 @@ class SupportsListing(Protocol):
 
     async def list_keys(self) -> Sequence[str]:
         """Return the keys of all complete objects, in no particular order."""
+        ...
+
+
+@runtime_checkable
+class SupportsStat(Protocol):
+    """A store that knows how large its objects are without reading them."""
+
+    async def stat(self, keys: Sequence[str]) -> Sequence[ObjectStat | None]:
+        """Return for each key what is known of its object; None: there is none, or it cannot be one."""
+        ...
+
+
+@runtime_checkable
+class SupportsNamespaces(Protocol):
+    """A store that knows which namespaces it holds objects of without listing all keys."""
+
+    async def list_namespaces(self) -> Sequence[str]:
+        """Return the namespace digests (see ``core.keys.namespace_of``) of its objects, in order of name."""
+        ...
+
+
+@runtime_checkable
+class SupportsSweep(Protocol):
+    """A store that can be rid of what nobody can use any more."""
+
+    async def sweep(self) -> Mapping[str, int]:
+        """Remove what dead writers left behind and trim to the store's limits; returns counts by name."""
+        ...
+
+
+@runtime_checkable
+class SupportsCodec(Protocol):
+    """A store whose objects are not the bytes it was given: compressed, quantised or encrypted."""
+
+    @property
+    def codec(self) -> str:
+        """How objects are encoded, outermost first, as "zstd" or "aesgcm-3f2a90bc"; part of the namespace."""
         ...
 
 

@@ -122,6 +122,14 @@ class StopToken:
 
 
 @dataclass(frozen=True, slots=True)
+class ObjectStat:
+    """One object of a store: payload bytes, and when it was last written or used, in seconds since 1970."""
+
+    nbytes: int
+    modified_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class PrefetchResult:
     """What a prefetch found and brought. Local to this rank: never schedule on it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from ..config import CacheConfig
 
 SCHEMA_VERSION = 1
+_DIGEST = re.compile(r"ukv[0-9]+-[0-9a-f]{16}")
 
 
 class Namespace(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +36,15 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
         return "ukv1-" + hashlib.sha256(packed).hexdigest()[:16]
 
 
+def namespace_of(key: str) -> str:
+    """Return the digest of the namespace that ``key`` is in, as "ukv1-0123456789abcdef"; "": in none.
+
+    Every key of this library is ``{page hash or word}_{digest}_...`` or ``{word}_{digest}``.
+    """
+    parts = key.split("_", 2)
+    return parts[1] if len(parts) > 1 and _DIGEST.fullmatch(parts[1]) else ""
+
+
 def escape_model_id(model_id: str) -> str:
     """Return ``model_id`` in letters that every file system takes; injective, so a/b differs from a-b."""
     plain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-"
@@ -49,9 +60,10 @@ class RankSuffixKeys:
     With replicated KV (MLA) the tensor-parallel part is left out: all ranks hold the same bytes.
     """
 
-    __slots__ = ("suffix", "writes")
+    __slots__ = ("namespace", "suffix", "writes")
 
     def __init__(self, namespace: Namespace, config: CacheConfig) -> None:
+        self.namespace = namespace
         parts = [namespace.digest, escape_model_id(namespace.model_id)]
         if not namespace.rank_replicated:
             parts += [str(config.tp_rank), str(config.tp_size)]
