@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -12,7 +12,9 @@ from ._log import logger
 from ._threads import DaemonThreads
 from .abc import Clock, Device, DevicePool, Ranks, Store
 from .config import CacheConfig, HostLayout, KeyScheme, WritePolicy
-from .core.keys import Namespace, RankSuffixKeys
+from .core.grid import narrow_fields, page_cells
+from .core.keys import KeyNames, key_names
+from .core.manifest import MANIFEST_NBYTES
 from .core.pool import FreeList, PagePool
 from .core.room import Room
 from .core.tokens import TOKEN_NBYTES
@@ -20,6 +22,7 @@ from .core.tree import PrefixTree
 from .device.cpu import CpuDevice
 from .errors import ConfigError
 from .eviction import policy_named
+from .flows.calls import codec_of
 from .flows.context import Context
 from .kv_events import KVEvents
 from .memory.budget import HostBooking, book_host_pages
@@ -27,15 +30,11 @@ from .memory.device_kv import DeviceKV
 from .memory.host import HostArena
 from .ranks.solo import SoloRanks
 from .stores.null import NullStore
-from .stores.registry import open_store
+from .stores.registry import accepted_options, open_store
 from .types import Tier
 
-OBJECT_LAYOUTS = {
-    HostLayout.LAYER_FIRST: "layer_kv_token",
-    HostLayout.PAGE_FIRST: "layer_kv_token",
-    HostLayout.PAGE_FIRST_DIRECT: "kv_layer_token",
-}
-"""Byte order of a stored page, outermost axis first: host layouts that give the same bytes share objects."""
+MIN_SLOT_NBYTES = MANIFEST_NBYTES
+"""A store of fixed slots has to hold the manifest of the namespace, too."""
 
 
 @dataclass(slots=True)
@@ -58,20 +57,23 @@ class Owned:
 
     Attributes:
         stores: opened by URL and not closed yet; one is in use, others may still be let go.
+        offers: what a store that is opened by URL is told of this cache, where it takes such options.
     """
 
     device: Device | None = None
     stores: list[Store] = field(default_factory=list)
+    offers: Mapping[str, object] = field(default_factory=dict)
     ranks: Ranks | None = None
     threads: Executor | None = None
     host_booking: HostBooking | None = None
 
-    def open_store(self, url: str, config: CacheConfig) -> Store | None:
+    def open_store(self, url: str) -> Store | None:
         """Return the store behind ``url``, to be closed by :meth:`close_store` or with the rest; None: "null:".
 
         Raises: ConfigError: an unknown scheme or option.
         """
-        store = open_store(url, **_store_options(url, config))
+        accepted = accepted_options(url)  # none that the URL gives itself, which comes first
+        store = open_store(url, **{name: value for name, value in self.offers.items() if name in accepted})
         if isinstance(store, NullStore):
             return None
         self.stores.append(store)
@@ -116,6 +118,8 @@ async def assemble(parts: Parts, on_freed: Callable[[], None]) -> tuple[Context,
     except BaseException:
         await owned.aclose()
         raise
+    for name, advice in narrow_fields(ctx.config, ctx.kv).items():
+        logger.warning("keys.narrow", field=name, advice=advice)
     logger.info(
         "cache.opened",
         device_pages=ctx.device_pool.capacity,
@@ -129,7 +133,8 @@ async def assemble(parts: Parts, on_freed: Callable[[], None]) -> tuple[Context,
 
 async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) -> Context:
     config, kv = parts.config, parts.kv
-    check_fit(config, kv)
+    keys = key_names(config, kv)  # before anything is taken: what does not fit together is refused here
+    owned.offers = _offers(config, kv, keys)
     loop = asyncio.get_running_loop()
     free_list = parts.device_pool or FreeList(kv.num_pages, kv.reserved_pages)
     owned.host_booking = book_host_pages(config, page_nbytes=kv.page_nbytes, device_pages=free_list.capacity)
@@ -142,7 +147,8 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
         device = owned.device = _default_device(kv, threads)
     store = parts.store
     if isinstance(store, str):
-        store = owned.open_store(store, config)
+        store = owned.open_store(store)
+    keys = keys.with_codec(codec_of(store))
     ranks = parts.ranks
     if ranks is None:
         ranks = owned.ranks = SoloRanks()
@@ -150,7 +156,14 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
             logger.warning("ranks.none", size=config.group_size, advice="pass ranks= for ranks that agree")
     check_group(config, ranks)
     buffer = await device.host_buffer(HostArena.nbytes_needed(kv, num_host_pages))
-    arena = HostArena(kv, config.host_layout, num_host_pages, buffer)
+    arena = HostArena(
+        kv,
+        config.host_layout,
+        num_host_pages,
+        buffer,
+        cells=page_cells(config, kv),
+        stored_layout=HostLayout.HEAD_GROUPED if config.key_scheme is KeyScheme.UNIFIED else None,
+    )
     pools = {
         Tier.DEVICE: PagePool("device", free_list, kv.num_pages, on_freed),
         Tier.HOST: PagePool("host", FreeList(num_host_pages), num_host_pages, on_freed),
@@ -159,7 +172,6 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
         Tier.DEVICE: policy_named(config.device_eviction_policy, field="device_eviction_policy"),
         Tier.HOST: policy_named(config.host_eviction_policy, field="host_eviction_policy"),
     }
-    keys = RankSuffixKeys(namespace_of(config, kv), config)
     events = KVEvents()
     tree = PrefixTree(config.page_size * TOKEN_NBYTES, pools, policies=policies, observer=events)
     return Context(
@@ -181,21 +193,13 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
     )
 
 
-def _store_options(url: str, config: CacheConfig) -> dict[str, object]:
-    # What the URL says itself comes first, and other stores believe nothing that could get old.
-    if url.startswith(("file:", "guard+file:")) and "existence_ttl_s=" not in url:
-        return {"existence_ttl_s": config.existence_ttl_s}
-    return {}
-
-
-def check_fit(config: CacheConfig, kv: DeviceKV) -> None:
-    """Raise ConfigError unless ``config`` describes the tensors of ``kv``."""
-    if kv.page_size != config.page_size:
-        raise ConfigError(
-            f"page_size is {config.page_size} in the config and {kv.page_size} in kv; make them equal"
-        )
-    if config.key_scheme is not KeyScheme.RANK_SUFFIX:
-        raise ConfigError(f"key_scheme is {config.key_scheme}; only {KeyScheme.RANK_SUFFIX} is available")
+def _offers(config: CacheConfig, kv: DeviceKV, keys: KeyNames) -> dict[str, object]:
+    largest = max(span.stop - span.start for span in keys.spans(kv.page_nbytes))
+    return {
+        "existence_ttl_s": config.existence_ttl_s,
+        "slot_bytes": max(largest, MIN_SLOT_NBYTES),
+        "dtype": kv.dtype,
+    }
 
 
 def check_group(config: CacheConfig, ranks: Ranks) -> None:
@@ -209,28 +213,6 @@ def check_group(config: CacheConfig, ranks: Ranks) -> None:
         f"ranks is rank {ranks.rank} of {ranks.size}, but the config's grid makes this rank {config.group_rank} "
         f"of {config.group_size}; set tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size"
     )
-
-
-def namespace_of(config: CacheConfig, kv: DeviceKV) -> Namespace:
-    """Return what must match for two caches to share stored pages."""
-    return Namespace(
-        model_id=config.model_id,
-        fingerprint=config.fingerprint,
-        dtype=kv.dtype,
-        page_size=config.page_size,
-        rank_replicated=kv.is_mla,
-        total_kv_heads=kv.kv_heads if kv.is_mla else kv.kv_heads * config.tp_size,
-        head_group=0,
-        layer_partition=str(kv.num_layers),
-        object_layout=_object_layout(config, kv),
-        codec="raw",
-    )
-
-
-def _object_layout(config: CacheConfig, kv: DeviceKV) -> str:
-    # The order, and how wide K and V are; with one plane only, both orders are the same bytes.
-    order = OBJECT_LAYOUTS[HostLayout.PAGE_FIRST if kv.is_mla else config.host_layout]
-    return f"{order}:{'+'.join(str(dim) for dim in kv.head_dims)}"
 
 
 def _default_device(kv: DeviceKV, threads: Executor) -> Device:

@@ -120,6 +120,23 @@ _RANGES: dict[str, tuple[type, float, bool, float]] = {
     "cp_size": (int, 1, True, 1 << 16),
 }
 
+# As above, where None is allowed, too
+_OPTIONAL_RANGES: dict[str, tuple[type, float, bool, float]] = {
+    "host_bytes": (int, 0, False, math.inf),
+    "ranks_on_host": (int, 1, True, 1 << 16),
+    "load_threshold_tokens": (int, 0, True, math.inf),
+    "total_kv_heads": (int, 1, True, 1 << 20),
+    "head_group": (int, 1, True, 1 << 20),
+    "tp_lcm_size": (int, 1, True, 1 << 20),
+    "layer_partition": (int, 1, True, 1 << 20),
+    "first_layer": (int, 0, True, 1 << 20),
+    "total_layers": (int, 1, True, 1 << 20),
+    "token_group": (int, 1, True, 1 << 20),
+}
+
+_UNIFIED_ONLY = ("head_group", "tp_lcm_size", "layer_partition", "first_layer", "total_layers", "token_group")
+_HEAD_GROUPED_ONLY = ("head_group", "tp_lcm_size")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
@@ -175,6 +192,20 @@ class CacheConfig:
     group_timeout_s: float = 60.0
     on_rank_loss: RankLoss = RankLoss.NO_REUSE
     key_scheme: KeyScheme = KeyScheme.RANK_SUFFIX
+    total_kv_heads: int | None = None
+    """KV heads of the whole model; None: those of this rank x tp_size."""
+    head_group: int | None = None
+    """KV heads of one stored chunk; None: those of this rank."""
+    tp_lcm_size: int | None = None
+    """Another way to say head_group: the least common multiple of the fleet's tp sizes."""
+    layer_partition: int | None = None
+    """Layers of one stored chunk; None: those of this stage."""
+    first_layer: int | None = None
+    """Where this pipeline stage's layers begin in the model; None: all stages hold equally many."""
+    total_layers: int | None = None
+    """Layers of the whole model."""
+    token_group: int | None = None
+    """Tokens of one stored chunk; None: those of a page that this rank holds."""
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
@@ -189,12 +220,9 @@ class CacheConfig:
             _check_number(name, getattr(self, name), kind, low, low_allowed, high)
         for name in ("device_eviction_policy", "host_eviction_policy"):
             policy_named(getattr(self, name), field=name)
-        if self.host_bytes is not None:
-            _check_number("host_bytes", self.host_bytes, int, 0, False, math.inf)
-        if self.ranks_on_host is not None:
-            _check_number("ranks_on_host", self.ranks_on_host, int, 1, True, 1 << 16)
-        if self.load_threshold_tokens is not None:
-            _check_number("load_threshold_tokens", self.load_threshold_tokens, int, 0, True, math.inf)
+        for name, (kind, low, low_allowed, high) in _OPTIONAL_RANGES.items():
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name), kind, low, low_allowed, high)
         if self.existence_ttl_s != -1:
             _check_number("existence_ttl_s", self.existence_ttl_s, float, 0, True, math.inf)
         _check_text("model_id", self.model_id, may_be_empty=False)
@@ -203,6 +231,7 @@ class CacheConfig:
             raise ConfigError(f"allow_small_host is {self.allow_small_host!r}; give True or False")
         self._check_grid()
         self._check_layout()
+        self._check_key_scheme()
 
     def _check_grid(self) -> None:
         for axis in ("tp", "pp", "cp"):
@@ -218,6 +247,20 @@ class CacheConfig:
             pairs = "; ".join(f"{layout}: {', '.join(modes)}" for layout, modes in IO_MODES.items())
             raise ConfigError(
                 f"host_layout {self.host_layout} does not go with io_mode {self.io_mode}; these do: {pairs}"
+            )
+
+    def _check_key_scheme(self) -> None:
+        groups_heads = self.host_layout is HostLayout.HEAD_GROUPED
+        for name in () if self.key_scheme is KeyScheme.UNIFIED else _UNIFIED_ONLY:
+            if getattr(self, name) is not None and not (groups_heads and name in _HEAD_GROUPED_ONLY):
+                raise NamespaceError(
+                    f"{name} is {getattr(self, name)} and key_scheme is {self.key_scheme}, which names whole pages of "
+                    f"one rank; leave {name} unset, or set key_scheme to {KeyScheme.UNIFIED}"
+                )
+        if self.tp_lcm_size is not None and self.tp_lcm_size % self.tp_size:
+            raise NamespaceError(
+                f"tp_lcm_size is {self.tp_lcm_size}, no multiple of tp_size {self.tp_size}; set it to the least "
+                "common multiple of the tp sizes of all that share"
             )
 
     @classmethod

@@ -18,6 +18,7 @@ from hicache_async._fence import ThreadFence
 from hicache_async._threads import DaemonThreads
 from hicache_async.abc import CopyPlan, Fence
 from hicache_async.config import HostLayout
+from hicache_async.core.grid import PageCells
 from hicache_async.device import cpu
 from hicache_async.device.cpu import CpuDevice
 from hicache_async.errors import ClosedError, InvariantError
@@ -28,7 +29,7 @@ from hicache_async.testing.manual import ManualThreads
 from tests.dtypes import DTYPES
 
 LAYERS, DEVICE_PAGES, HOST_PAGES = 4, 12, 16
-LAYOUTS = [HostLayout.LAYER_FIRST, HostLayout.PAGE_FIRST, HostLayout.PAGE_FIRST_DIRECT]
+LAYOUTS = list(HostLayout)
 KINDS: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
     "mha": ((2, 8, 4), (2, 8, 4)),
     "gqa": ((2, 2, 4), (2, 2, 4)),
@@ -73,7 +74,8 @@ class Tiers:
             v_shape and [torch.zeros(DEVICE_PAGES, *v_shape).to(dtype) for _ in range(LAYERS)],
         )
         buffer = torch.zeros(HostArena.nbytes_needed(self.kv, HOST_PAGES), dtype=torch.uint8)
-        self.arena = HostArena(self.kv, layout, HOST_PAGES, buffer)
+        cells = PageCells(self.kv.kv_heads, self.kv.page_size)  # the finest that there are
+        self.arena = HostArena(self.kv, layout, HOST_PAGES, buffer, cells=cells)
 
     def plan(self, device_pages: Sequence[int], host_pages: Sequence[int]) -> CopyPlan:
         return CopyPlan(self.kv, self.arena, np.array(device_pages, np.int64), np.array(host_pages, np.int64))

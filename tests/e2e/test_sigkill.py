@@ -17,6 +17,7 @@ from hicache_async import HiCache, StopToken
 from hicache_async.stores import FileStore
 from hicache_async.testing.golden import check_object
 from tests.e2e.kill_writer import PAGES_EACH, make_big_kv, prompt_of
+from tests.flows.stores import page_keys
 from tests.toy_engine import PAGE_SIZE, open_cache, page_hashes, serve
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +47,7 @@ async def check_objects(directory: Path) -> int:
     """Read every object, golden byte by golden byte; returns how many there are."""
     kv = make_big_kv()
     store = FileStore(directory)
-    keys = await store.list_keys()
+    keys = await page_keys(store)
     for key in keys:
         payload = bytearray(kv.page_nbytes)
         assert await store.read([key], [memoryview(payload)], StopToken()) == 1, f"{key} is not whole"
@@ -78,10 +79,10 @@ async def reopen(directory: Path, num_prompts: int) -> None:
 def kill_and_reopen(directory: Path, seed: int) -> None:
     chance = random.Random(seed)
     num_prompts = write_and_kill(directory, chance.randint(1, 12), chance.uniform(0, 0.05))
-    assert list((directory / "v1" / "temp").iterdir()) != []
+    assert list((directory / "v2" / "temp").iterdir()) != []
     num_objects = asyncio.run(check_objects(directory))
     assert num_objects >= PAGES_EACH
-    assert list((directory / "v1" / "temp").iterdir()) == []
+    assert list((directory / "v2" / "temp").iterdir()) == []
     asyncio.run(reopen(directory, num_prompts))
     assert asyncio.run(check_objects(directory)) == (num_prompts + 1) * PAGES_EACH
 

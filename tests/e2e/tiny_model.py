@@ -26,6 +26,7 @@ from hicache_async.config import IO_MODES, HostLayout
 from hicache_async.core.hashing import HashChain
 from hicache_async.core.tokens import TokenKey
 from hicache_async.stores import FileStore
+from tests.flows.stores import page_keys
 from tests.tiny_llama import MODEL
 
 torch.set_num_threads(1)  # a team of threads takes longer to meet than these matrices to multiply
@@ -173,7 +174,7 @@ class TinyEngine:
     async def check_stored(self, directory: Path) -> int:
         """Compare every stored page with a recomputed one; returns how many there are."""
         store = FileStore(directory)
-        keys = await store.list_keys()
+        keys = await page_keys(store)
         for key in keys:
             payload = bytearray(self.cache._ctx.kv.page_nbytes)
             assert await store.read([key], [memoryview(payload)], StopToken()) == 1

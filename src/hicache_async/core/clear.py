@@ -48,11 +48,12 @@ def _can_give_up(node: Node, tier: Tier) -> bool:
     return node.residency is Residency.BOTH or not (node.children or node.is_held)
 
 
-def namespace_pattern(suffix: str) -> re.Pattern[str]:
-    """Return what the names of objects of a cache begin with, those of its other ranks included.
+def namespace_pattern(digest: str) -> re.Pattern[str]:
+    """Return what the names of all objects of a namespace begin with, those of other ranks included.
+
+    The manifest of the namespace does not match: it says what the digest means, whoever still uses it.
 
     Args:
-        suffix: how its own names go on behind the page's hash: ``_{digest}_...``.
+        digest: of the namespace, as ``ukv1-0123456789abcdef``.
     """
-    digest = suffix.split("_", 2)[1]
     return re.compile(rf"[0-9a-f]{{64}}_{re.escape(digest)}_")

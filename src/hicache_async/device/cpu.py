@@ -15,7 +15,7 @@ from .._fence import ThreadFence
 from .._threads import DaemonThreads
 from ..abc import CopyPlan, Fence, PagedBytes
 from ..errors import ClosedError, InvariantError
-from ..memory.layout import PageRun, page_runs
+from ..memory.layout import PageRun, alike, page_runs
 from ..types import Pages
 from ._progress import CopyProgress, LayerFence
 
@@ -240,7 +240,7 @@ def check_plan(plan: CopyPlan) -> None:
 def copy_layer(source: PagedBytes, target: PagedBytes, layer: int, runs: Sequence[PageRun]) -> None:
     """Copy the pages of ``runs`` in every plane of one layer; both sides in host memory."""
     for source_plane, target_plane in zip(source.planes(layer), target.planes(layer), strict=True):
-        taken, given = source_plane.numpy(), target_plane.numpy()
+        taken, given = alike(source_plane.numpy(), target_plane.numpy())
         for start, to, num_pages in runs:
             if num_pages == 1:  # half the cost of two slices, and most runs of a fragmented pool are this
                 given[to] = taken[start]

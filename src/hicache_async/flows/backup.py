@@ -12,10 +12,10 @@ from .._log import logger
 from ..abc import Store
 from ..core.node import Node, pages_of
 from ..types import Pages, StopToken, Tier
-from .calls import answered_count, fault_of, start_store_call
+from .calls import answered_count, fault_of, page_count, start_store_call
 from .context import Context, Pinned, settled_within
 from .gates import refusal_of
-from .page_bytes import batch_pages, filled_views
+from .page_bytes import batch_pages, filled_buffers
 from .stored import mark_stored
 
 MAX_HUNG_WRITES = 2
@@ -196,11 +196,11 @@ class Backups:
         keys = ctx.keys.keys([page_hash for node in nodes for page_hash in node.hashes])
         pinned = ctx.pin(last, Tier.HOST)
 
-        async def write(stop: StopToken) -> int:
-            views = await filled_views(ctx, pages, stop)
+        async def write(stop: StopToken) -> object:
+            buffers = await filled_buffers(ctx, pages, stop)
             if epoch != ctx.tree.store_epoch:  # the store has been taken away meanwhile
                 return 0
-            return await store.write(keys, views)
+            return page_count(await store.write(keys, buffers.chunks), len(pages), len(keys))
 
         hop = start_store_call(
             ctx, "write", write, partial(self._settled, pinned=pinned, pages=pages, epoch=epoch)

@@ -9,6 +9,7 @@ import numpy as np
 
 from .._hop import Hop
 from .._log import logger
+from ..abc import Store, SupportsCodec
 from ..types import StopToken
 from .context import Context
 
@@ -42,6 +43,23 @@ def fault_of(hop: Hop[int], limit: int) -> str:
 def plain_count(value: object) -> object:
     """Return a count of whatever integer type as int, and anything else as it is."""
     return int(value) if isinstance(value, np.integer) else value
+
+
+def page_count(answer: object, num_pages: int, num_keys: int) -> object:
+    """Turn a store's count of objects into one of whole pages; what is no such count stays what it is, and none.
+
+    Args:
+        answer: what a call about ``num_keys`` objects returned, which are all that ``num_pages`` pages have.
+    """
+    count = plain_count(answer)
+    if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= num_keys:
+        return count
+    return count * num_pages // num_keys if num_keys else count
+
+
+def codec_of(store: Store | None) -> str:
+    """Return how ``store`` encodes objects; "raw": it keeps the bytes that it is given."""
+    return store.codec if isinstance(store, SupportsCodec) else "raw"
 
 
 def start_store_call(

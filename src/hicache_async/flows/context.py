@@ -17,7 +17,7 @@ from .._log import logger
 from ..abc import Clock, Device, Ranks, Store
 from ..config import CacheConfig, WritePolicy
 from ..core.announcements import Announcements
-from ..core.keys import RankSuffixKeys
+from ..core.keys import KeyNames
 from ..core.node import Node
 from ..core.pool import PagePool
 from ..core.room import Room
@@ -80,7 +80,7 @@ class Context:
     arena: HostArena
     device: Device
     store: Store | None
-    keys: RankSuffixKeys
+    keys: KeyNames
     ranks: Ranks
     device_pool: PagePool
     host_pool: PagePool

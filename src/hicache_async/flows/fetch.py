@@ -16,14 +16,14 @@ from ..core.node import Node
 from ..core.pool import NO_PAGES, Owner
 from ..core.walk import Match
 from ..types import Pages, Stop, StopToken, Tier
-from .calls import answered_count, checked_count, plain_count, report_fault, start_store_call
+from .calls import answered_count, checked_count, page_count, report_fault, start_store_call
 from .charge import Charge
 from .context import Context, Pinned
 from .deadlines import Deadline
 from .forecast import evictable_host_pages
 from .gates import quota_pages, share_of
 from .offload import Offloads
-from .page_bytes import batch_pages, empty_views, publish
+from .page_bytes import PageBuffers, batch_pages, empty_buffers, publish
 from .stored import mark_stored
 
 Ts = TypeVarTuple("Ts")
@@ -224,25 +224,24 @@ class Fetch:
         ctx, start = self._ctx, self.attached_page
         self._batch_end = start + len(pages)
         keys = ctx.keys.keys(self._hashes[start : self._batch_end])
-        read = partial(self._read, pages, keys, empty_views(ctx, pages))
+        read = partial(self._read, pages, keys, empty_buffers(ctx, pages))
         hop = start_store_call(ctx, "read", read, self._settled, priority=self._priority or 0)
         hop.on_late = self._failed_late
         ctx.hop_pages[hop] = pages
         return hop
 
-    def _read(
-        self, pages: Pages, keys: Sequence[str], views: Sequence[memoryview], stop: StopToken
-    ) -> object:
-        if self._ctx.arena.is_direct:
-            return self._store.read(keys, views, stop)
-        return self._read_and_publish(pages, keys, views, stop)
+    def _read(self, pages: Pages, keys: Sequence[str], buffers: PageBuffers, stop: StopToken) -> object:
+        if self._ctx.arena.is_direct and len(keys) == len(pages):
+            return self._store.read(keys, buffers.chunks, stop)
+        return self._read_and_publish(pages, keys, buffers, stop)
 
     async def _read_and_publish(
-        self, pages: Pages, keys: Sequence[str], views: Sequence[memoryview], stop: StopToken
+        self, pages: Pages, keys: Sequence[str], buffers: PageBuffers, stop: StopToken
     ) -> object:
-        count = plain_count(await self._store.read(keys, views, stop))
-        if isinstance(count, int) and 0 < count <= len(keys):
-            await publish(self._ctx, pages[:count], views[:count], stop)
+        answer = await self._store.read(keys, buffers.chunks, stop)
+        count = page_count(answer, len(pages), len(keys))
+        if isinstance(count, int) and 0 < count <= len(pages):
+            await publish(self._ctx, pages[:count], buffers, stop)
         return count
 
     def _failed_late(self, error: BaseException) -> None:

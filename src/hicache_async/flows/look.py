@@ -8,7 +8,7 @@ from .._hop import Hop
 from .._log import logger
 from ..abc import Store
 from ..types import Stop, StopToken
-from .calls import checked_count, start_store_call
+from .calls import checked_count, page_count, start_store_call
 from .context import Context
 from .deadlines import Deadline
 from .gates import refusal_of
@@ -56,10 +56,13 @@ class Look:
         self._hop = start_store_call(ctx, "count_prefix", self._count_prefix, self._answered)
         self._hop.stop.tracked = True  # it fills no buffer: torn away, it has ended
 
-    async def _count_prefix(self, stop: StopToken) -> int:
+    async def _count_prefix(self, stop: StopToken) -> object:
         stop.reason = refusal_of(self._store)  # another call may have had its answer since the gate
+        num_pages = self._batch_end - self.page
         keys = self._ctx.keys.keys(self._hashes[self.page : self._batch_end])
-        return 0 if stop.reason is not None else await self._store.count_prefix(keys)
+        if stop.reason is not None:
+            return 0
+        return page_count(await self._store.count_prefix(keys), num_pages, len(keys))
 
     def leave(self) -> None:
         """Hear no more; the question ends by itself."""

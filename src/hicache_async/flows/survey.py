@@ -10,7 +10,7 @@ from .._hop import Hop
 from ..abc import Store, SupportsListing
 from ..config import PrefetchPolicy
 from ..types import Stop, StopToken
-from .calls import answered_count, fault_of, start_store_call
+from .calls import answered_count, fault_of, page_count, start_store_call
 from .context import Context, settled_within
 from .gates import ask_in_batches, refusal_of
 
@@ -39,7 +39,8 @@ class Survey:
         self.store = store
         self.refusal = None if store is None else refusal_of(store)
         self._epoch = ctx.tree.store_epoch
-        self._keys = ctx.keys.keys(hashes)
+        self._keys = ctx.keys  # of this store: another one may encode its objects otherwise
+        self._hashes = hashes
         self._answers: dict[int, bool] = {}
         self._listed: dict[str, set[str]] | None = None
         self._cut: tuple[int, Stop] | None = None
@@ -76,7 +77,7 @@ class Survey:
         """Learn of the other pages: from the names of the store where it lists them, else by asking on."""
         if self._may_ask:
             await self._list_names()
-        position, stride, num_pages = 0, 1, len(self._keys)
+        position, stride, num_pages = 0, 1, len(self._hashes)
         while self._asked < MAX_QUESTIONS and self._may_ask:
             unknown = [page for page in range(num_pages) if self.is_stored(page) is None]
             if not unknown:
@@ -93,16 +94,20 @@ class Survey:
         return self.refusal is None and self.fault is None and self.is_current
 
     def _end_of_unknown(self, page: int) -> int:
-        end = min(len(self._keys), page + self._ctx.config.store_batch_pages)
+        end = min(len(self._hashes), page + self._ctx.config.store_batch_pages)
         return next((later for later in range(page, end) if self.is_stored(later) is not None), end)
 
     async def _ask(self, start: int, end: int) -> int | None:
-        keys, store = self._keys[start:end], self.store
+        keys, num_pages, store = self._keys.keys(self._hashes[start:end]), end - start, self.store
         assert store is not None
-        hop = await self._call("count_prefix", lambda stop: store.count_prefix(keys))
-        count = answered_count(hop, len(keys)) if hop.settled.done() else None
+
+        async def count_pages(stop: StopToken) -> object:
+            return page_count(await store.count_prefix(keys), num_pages, len(keys))
+
+        hop = await self._call("count_prefix", count_pages)
+        count = answered_count(hop, num_pages) if hop.settled.done() else None
         if count is None:
-            self.fault = f"count_prefix: {self._fault_of(hop, len(keys))}"
+            self.fault = f"count_prefix: {self._fault_of(hop, num_pages)}"
             return None
         self._answers.update(dict.fromkeys(range(start, start + count), True))
         if start + count < end:
@@ -124,8 +129,8 @@ class Survey:
 
     async def _sort_names(self, store: SupportsListing, listed: dict[str, set[str]]) -> None:
         # Keeps what the names of our pages end in, whoever wrote them.
-        hash_length = len(self._keys[0]) - len(self._ctx.keys.suffix)
-        wanted = {key[:hash_length] for key in self._keys}
+        wanted = {page_hash.hex() for page_hash in self._hashes}
+        hash_length = 2 * len(self._hashes[0])
         names = list(await store.list_keys())
         for start in range(0, len(names), NAMES_A_TURN):
             for name in names[start : start + NAMES_A_TURN]:
@@ -180,7 +185,7 @@ class Survey:
 
     def other_namespace(self, page: int) -> str | None:
         """Return what the name of ``page`` ends in where the store has it under another name; None: it has not."""
-        suffixes = self._suffixes(page) - {self._ctx.keys.suffix}
+        suffixes = self._suffixes(page).difference(self._keys.suffixes)
         return min(suffixes) if suffixes else None
 
     @property
@@ -189,8 +194,7 @@ class Survey:
         return self._listed is not None
 
     def _is_listed(self, page: int) -> bool:
-        return self._ctx.keys.suffix in self._suffixes(page)
+        return self._suffixes(page).issuperset(self._keys.suffixes)
 
     def _suffixes(self, page: int) -> set[str]:
-        suffix = self._ctx.keys.suffix
-        return (self._listed or {}).get(self._keys[page].removesuffix(suffix), set())
+        return (self._listed or {}).get(self._hashes[page].hex(), set())

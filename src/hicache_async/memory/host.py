@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..config import HostLayout
+from ..core.grid import WHOLE, PageCells
 from ..errors import ConfigError
 from ..types import Pages
 from .device_kv import DeviceKV
-from .layout import plane_strides
+from .layout import PageShape, alike, plane_views, same_order
 
 POISON = 0xDD
 """What a freed page is filled with in tests: no golden page consists of it."""
@@ -26,38 +28,49 @@ class HostArena:
         layout: axis order of the buffer.
         num_pages: how many pages it holds.
         buffer: uint8, one dimension, at least :meth:`nbytes_needed`, from ``device.host_buffer``.
+        cells: how a page is cut in head_grouped order.
+        stored_layout: order of a page as a store keeps it; None: as it lies here, layer_first as page_first.
     Attributes:
-        is_direct: a page is contiguous, so a store reads and writes the arena's own memory.
+        is_direct: pages lie here as a store keeps them, so it reads and writes the arena's own memory.
         num_gathered, num_scattered: pages that went through a scratch page instead.
     Raises:
-        ConfigError: the layout or the buffer cannot work.
+        ConfigError: the buffer cannot work.
 
     **Ownership**: who may touch which page is decided outside; this class never checks it.
     """
 
-    def __init__(self, kv: DeviceKV, layout: HostLayout, num_pages: int, buffer: torch.Tensor) -> None:
+    def __init__(
+        self,
+        kv: DeviceKV,
+        layout: HostLayout,
+        num_pages: int,
+        buffer: torch.Tensor,
+        *,
+        cells: PageCells = WHOLE,
+        stored_layout: HostLayout | None = None,
+    ) -> None:
         nbytes = self.nbytes_needed(kv, num_pages)
         _check_buffer(buffer, nbytes, num_pages)
-        strides = plane_strides(
-            layout, num_layers=kv.num_layers, num_pages=num_pages, plane_nbytes=kv.plane_nbytes
-        )
+        shape = PageShape.of(kv, cells)
+        if stored_layout is None:
+            stored_layout = HostLayout.PAGE_FIRST if layout is HostLayout.LAYER_FIRST else layout
         self.layout = layout
+        self.stored_layout = same_order(stored_layout, shape)
         self.num_layers = kv.num_layers
         self.num_pages = num_pages
         self.page_nbytes = kv.page_nbytes
         self.plane_nbytes = kv.plane_nbytes
-        self.is_direct = layout is not HostLayout.LAYER_FIRST
+        self.is_direct = same_order(layout, shape) is self.stored_layout
         self.num_gathered = 0
         self.num_scattered = 0
         self._counting = threading.Lock()
-        # Each plane as (layer, page, byte), whatever the layout: all else is an index into these.
+        # Each plane as (layer, page, ...), whatever the layout: all else is an index into these.
         self._planes = tuple(
-            buffer.as_strided(
-                (kv.num_layers, num_pages, plane_nbytes), (at.layer_stride, at.page_stride, 1), at.offset
-            )
-            for at, plane_nbytes in zip(strides, kv.plane_nbytes, strict=True)
+            buffer.as_strided(view.shape, view.strides, view.offset)
+            for view in plane_views(layout, shape, num_pages)
         )
         self._arrays = tuple(plane.numpy() for plane in self._planes)
+        self._stored_views = plane_views(self.stored_layout, shape, 1)
         self._memory = buffer.numpy().data
 
     @staticmethod
@@ -66,17 +79,24 @@ class HostArena:
         return num_pages * kv.page_nbytes
 
     def planes(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """Return the uint8 planes of ``layer``, each (num_pages, plane_nbytes), not copied."""
+        """Return the uint8 planes of ``layer``, not copied.
+
+        Returns: each (num_pages, plane_nbytes); in head_grouped order (num_pages, token cells, tokens,
+            groups, bytes), where a page is not cut into one cell only.
+        """
         return tuple(plane[layer] for plane in self._planes)
 
     def page_bytes(self, page: int) -> memoryview:
         """Return the arena's own memory of ``page``, writable, in the layout's order, not copied.
 
         Raises:
-            ConfigError: under layer_first a page is in many places; use :meth:`gather`.
+            ConfigError: a page lies in many places, or in another order than stored; use :meth:`gather`.
         """
         if not self.is_direct:
-            raise ConfigError(f"host_layout {self.layout} keeps no page in one place; gather it instead")
+            raise ConfigError(
+                f"host_layout {self.layout} keeps no page in one place and in {self.stored_layout} order; gather it "
+                "instead"
+            )
         if not 0 <= page < self.num_pages:
             raise IndexError(f"page is {page}; the arena holds pages 0 .. {self.num_pages - 1}")
         return self._memory[page * self.page_nbytes : (page + 1) * self.page_nbytes]
@@ -94,20 +114,19 @@ class HostArena:
 
         Args:
             pages: page ids.
-            out: one writable buffer of ``page_nbytes`` for each; filled in the order (layer, K or V,
-                token, head, dim) whatever the layout, which is what a page is under page_first.
+            out: one writable buffer of ``page_nbytes`` for each; filled in the order of ``stored_layout``.
         """
         for page, buffer in zip(pages.tolist(), out, strict=True):
-            for cells, array in self._cells(buffer):
-                cells[:] = array[:, page]
+            for stored, plane in self._pairs(buffer, page):
+                stored[...] = plane
         with self._counting:
             self.num_gathered += len(out)
 
     def scatter(self, pages: Pages, data: Sequence[memoryview]) -> None:
         """Copy buffers into pages: the reverse of :meth:`gather`. Blocks: run it in a worker thread."""
         for page, buffer in zip(pages.tolist(), data, strict=True):
-            for cells, array in self._cells(buffer):
-                array[:, page] = cells
+            for stored, plane in self._pairs(buffer, page):
+                plane[...] = stored
         with self._counting:
             self.num_scattered += len(data)
 
@@ -116,11 +135,15 @@ class HostArena:
         for array in self._arrays:
             array[:, pages] = value
 
-    def _cells(self, buffer: memoryview) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Pair each plane's part of a page buffer, (layer, byte), with that plane of the arena."""
-        page = np.frombuffer(buffer, np.uint8).reshape(self.num_layers, sum(self.plane_nbytes))
-        ends = np.cumsum(self.plane_nbytes)[:-1]
-        return list(zip(np.split(page, ends, axis=1), self._arrays, strict=True))
+    def _pairs(self, buffer: memoryview, page: int) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """Pair each plane's part of a page buffer with that plane of ``page`` here, alike in shape."""
+        if len(buffer) != self.page_nbytes:
+            raise ValueError(f"a buffer of {len(buffer)} bytes for a page of {self.page_nbytes}")
+        parts = [
+            np.ndarray(view.shape, np.uint8, buffer, view.offset, view.strides)[:, 0]
+            for view in self._stored_views
+        ]
+        return [alike(part, array[:, page]) for part, array in zip(parts, self._arrays, strict=True)]
 
 
 def _check_buffer(buffer: torch.Tensor, nbytes: int, num_pages: int) -> None:
