@@ -19,6 +19,7 @@ from .flows.attachment import Attachment
 from .flows.context import Context
 from .flows.explain import explain
 from .flows.movers import Movers
+from .flows.namespaces import Namespaces
 from .stores.null import NullStore
 from .types import State, Tier, Tokens
 
@@ -31,14 +32,23 @@ class Admin:
     Args:
         check: raises unless the cache is open and used on its own loop.
         owned: what the cache closes in the end; stores that are opened here are added to it.
+        namespaces: meets the stores that are attached here.
     """
 
-    def __init__(self, ctx: Context, movers: Movers, check: Callable[[], None], owned: Owned) -> None:
+    def __init__(
+        self,
+        ctx: Context,
+        movers: Movers,
+        check: Callable[[], None],
+        owned: Owned,
+        namespaces: Namespaces,
+    ) -> None:
         self._ctx = ctx
         self._movers = movers
         self._check = check
         self._owned = owned
-        self._attachment = Attachment(ctx, movers.backups, self._owned.close_store)
+        self._namespaces = namespaces
+        self._attachment = Attachment(ctx, movers.backups, namespaces, self._owned.close_store)
         self._change = asyncio.Lock()
 
     def pin(
@@ -79,7 +89,9 @@ class Admin:
         """
         self._check()
         key, chain = checked_prompt(tokens, self._ctx.page_tokens, salt, adapter)
-        return await explain(self._ctx, key, chain, operator_pins=self._movers.pins.kept)
+        return await explain(
+            self._ctx, key, chain, self._namespaces.read, operator_pins=self._movers.pins.kept
+        )
 
     # Tiers and the store
 
@@ -118,7 +130,7 @@ class Admin:
             self._check()
             if not self._attachment.may_attach(store):
                 return
-            opened = self._owned.open_store(store, self._ctx.config) if isinstance(store, str) else store
+            opened = self._owned.open_store(store) if isinstance(store, str) else store
             if opened is not None and not isinstance(opened, NullStore):
                 self._attachment.attach(opened)
 

@@ -28,6 +28,7 @@ from .errors import CapacityError, ClosedError, ConfigError, WrongLoopError
 from .flows.audit import audit
 from .flows.context import Context, leave_ranks
 from .flows.movers import Movers
+from .flows.namespaces import Namespaces
 from .kv_events import MAX_PENDING_PAGES, EventReader
 from .lease import Allocation, PrefixLease
 from .memory.device_kv import DeviceKV
@@ -307,8 +308,10 @@ class HiCache:
         self._pid = os.getpid()  # it may have been made before a fork
         self._ctx, self._owned = await assemble(self._parts, self._pump)
         self._movers = Movers(self._ctx, self._leases.values)
-        self.admin = Admin(self._ctx, self._movers, self._check_open, self._owned)
+        namespaces = Namespaces(self._ctx)
+        self.admin = Admin(self._ctx, self._movers, self._check_open, self._owned, namespaces)
         self._ctx.spawn(self._movers.backups.run(), "backups")
+        namespaces.meet(self._ctx.store)
         self._ctx.loss.add_done_callback(self._after_loss)
         self._ctx.ranks.when_lost(self._ctx.lose_ranks)
 

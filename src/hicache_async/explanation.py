@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -104,6 +104,8 @@ class Explanation:
         store_fault: what went wrong when the store was asked; None: nothing.
         other_namespace: what the name of the first page that the store lacks ends in where it has this page
             under another name; None: not found, or the store cannot list its names.
+        other_fields: what is written down in the store of the namespace that this name is in, as
+            ``{"page_size": 64, ...}``; None: nothing that can be read.
         elsewhere_tokens: how many tokens of the prompt are local under another salt or adapter.
         hints: sentences that say what is in the way, and what to do; the most important one first.
     """
@@ -121,6 +123,7 @@ class Explanation:
     pages: tuple[PageExplanation, ...] = ()
     store_fault: str | None = None
     other_namespace: str | None = None
+    other_fields: Mapping[str, object] | None = None
     elsewhere_tokens: int = 0
     hints: tuple[str, ...] = ()
 

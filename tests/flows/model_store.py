@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from hicache_async.core.manifest import is_manifest_key
 from hicache_async.errors import StoreUnavailable
 from hicache_async.stores.memory import MemoryStore
 from hicache_async.testing.faults import StoreWrapper
@@ -74,8 +75,13 @@ class ModelStore(StoreWrapper):
 
     @property
     def objects(self) -> dict[str, bytes]:
-        """What is stored."""
-        return cast("MemoryStore", self.inner)._objects
+        """What is stored, manifests aside."""
+        objects = cast("MemoryStore", self.inner)._objects
+        return {key: data for key, data in objects.items() if not is_manifest_key(key)}
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store an object, as if somebody else had."""
+        cast("MemoryStore", self.inner)._objects[key] = data
 
     def remove(self, key: str) -> None:
         """Let an object go, as if somebody else had deleted it."""
@@ -100,10 +106,14 @@ class ModelStore(StoreWrapper):
         return cast("int", await count)
 
     async def read(self, keys: Sequence[str], into: Sequence[memoryview], stop: StopToken) -> int:
+        if keys and all(map(is_manifest_key, keys)):
+            return await self.inner.read(keys, into, stop)
         count = self._decided("read", len(keys), lambda own_stop: self._read(keys, into, own_stop), stop)
         return cast("int", await count)
 
     async def write(self, keys: Sequence[str], pages: Sequence[memoryview]) -> int:
+        if keys and all(map(is_manifest_key, keys)):
+            return await self.inner.write(keys, pages)
         count = self._decided("write", len(keys), lambda stop: self.inner.write(keys, pages))
         return cast("int", await count)
 

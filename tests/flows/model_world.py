@@ -133,7 +133,7 @@ class World:
     def new_store(self) -> ModelStore:
         """Return an empty store, with an object of somebody else in it."""
         store = ModelStore(self.model.weights, self._note_arrivals)
-        store.objects[FOREIGN_KEY] = b"somebody else's"
+        store.put(FOREIGN_KEY, b"somebody else's")
         self.stores.append(store)
         return store
 

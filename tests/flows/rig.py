@@ -24,6 +24,8 @@ from hicache_async import (
     PrefixLease,
 )
 from hicache_async.abc import Device, Store
+from hicache_async.config import HostLayout
+from hicache_async.core.grid import PageCells, page_cells
 from hicache_async.core.hashing import HashChain
 from hicache_async.core.pool import FreeList
 from hicache_async.core.tokens import token_bytes
@@ -230,12 +232,13 @@ class Rig:
         """Compare the stored pages of a prompt with their golden bytes; returns how many there are from page 0."""
         inner = plain(store or self.store)
         hashes = page_hashes(letters)
-        keys = self.ctx.keys.keys(hashes)
-        count = await inner.count_prefix(keys)
-        for key, page_hash in zip(keys[:count], hashes[:count], strict=True):
+        num_chunks = self.ctx.keys.num_chunks
+        count = await inner.count_prefix(self.ctx.keys.keys(hashes)) // num_chunks
+        for page_hash in hashes[:count]:
             data = bytearray(self.kv.page_nbytes)
-            assert await inner.read([key], [memoryview(data)], StopToken()) == 1
-            check_object(self.kv, bytes(data), page_hash, self.ctx.arena.layout)
+            chunks = [memoryview(data)[span] for span in self.ctx.keys.spans(self.kv.page_nbytes)]
+            assert await inner.read(self.ctx.keys.keys([page_hash]), chunks, StopToken()) == num_chunks
+            check_object(self.kv, bytes(data), page_hash, *self._stored_order())
         return count
 
     async def put_in_store(self, letters: str, pages: Sequence[int] | None = None) -> None:
@@ -243,8 +246,15 @@ class Rig:
         hashes = page_hashes(letters)
         wanted = range(len(letters)) if pages is None else pages
         keys = self.ctx.keys.keys([hashes[page] for page in wanted])
-        objects = [memoryview(page_object(self.kv, hashes[page], self.ctx.arena.layout)) for page in wanted]
+        objects = [
+            memoryview(page_object(self.kv, hashes[page], *self._stored_order()))[span]
+            for page in wanted
+            for span in self.ctx.keys.spans(self.kv.page_nbytes)
+        ]
         assert await plain(self.store).write(keys, objects) == len(keys)
+
+    def _stored_order(self) -> tuple[HostLayout, PageCells]:
+        return self.ctx.arena.stored_layout, page_cells(self.ctx.config, self.kv)
 
     def unfulfilled(self) -> dict[Stop, int]:
         """Return the tokens that prefetches asked for and did not bring, by reason, where there are any."""

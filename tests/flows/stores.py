@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import cast
 
-from hicache_async.abc import Store
+from hicache_async.abc import Store, SupportsListing
+from hicache_async.core.manifest import is_manifest_key
 from hicache_async.testing.faults import StoreWrapper
 from hicache_async.types import Stop, StopToken
 
 
 class RecordingStore(StoreWrapper):
-    """Remember the keys of every call, by verb."""
+    """Remember the keys of every call for pages, by verb."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -23,17 +24,32 @@ class RecordingStore(StoreWrapper):
         return await super().count_prefix(keys)
 
     async def read(self, keys: Sequence[str], into: Sequence[memoryview], stop: StopToken) -> int:
-        self.keys["read"].append(keys)
+        if not is_manifest_key(keys[0]):
+            self.keys["read"].append(keys)
         return await super().read(keys, into, stop)
 
     async def write(self, keys: Sequence[str], pages: Sequence[memoryview]) -> int:
-        self.keys["write"].append(keys)
+        if not is_manifest_key(keys[0]):
+            self.keys["write"].append(keys)
         return await super().write(keys, pages)
 
     @property
     def num_read(self) -> int:
         """Pages asked for in all reads."""
         return sum(len(keys) for keys in self.keys["read"])
+
+
+async def namespaces_met() -> None:
+    """Return when each cache that is open has looked into its store and left its manifest there, or has given up."""
+    meetings = [task for task in asyncio.all_tasks() if task.get_name() == "hicache:namespaces"]
+    if meetings:
+        await asyncio.wait(meetings)
+
+
+async def page_keys(store: object) -> list[str]:
+    """Return the keys of all pages in a store, without those of manifests."""
+    assert isinstance(store, SupportsListing)
+    return [key for key in await store.list_keys() if not is_manifest_key(key)]
 
 
 class PageByPageStore(StoreWrapper):

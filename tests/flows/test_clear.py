@@ -24,7 +24,7 @@ from hicache_async.core.clear import namespace_pattern
 from hicache_async.stores.memory import MemoryStore
 from hicache_async.testing.faults import HangingStore, HeldStore, StoreWrapper
 from tests.flows.rig import Opener, Rig, driven, on_host, tokens, turns
-from tests.flows.stores import RecordingStore
+from tests.flows.stores import RecordingStore, page_keys
 from tests.flows.test_cancellation import CANCELS, MAX_TURNS, Cancel, check_all_given_back
 from tests.flows.test_close import Logs, events
 from tests.flows.test_storm import ForwardError, MoodyStore, Storm
@@ -65,6 +65,9 @@ class CanClear(StoreWrapper):
         self.log.append(verb)
         return count
 
+    async def list_namespaces(self) -> Sequence[str]:
+        return ()  # so that a list of keys is one for a clear
+
     async def list_keys(self) -> Sequence[str]:
         self.log.append("list_keys")
         if self.broken == "list_keys":
@@ -81,12 +84,12 @@ class CanClear(StoreWrapper):
 
 
 async def keys_of(rig: Rig) -> list[str]:
-    """Return the names of all objects behind a rig's store."""
+    """Return the names of all pages, and of what is nobody's, behind a rig's store."""
     store = rig.store
     while isinstance(store, StoreWrapper):
         store = store.inner
     assert isinstance(store, MemoryStore)
-    return list(await store.list_keys())
+    return await page_keys(store)
 
 
 async def filled(open_cache: Opener, store: object = None, **options: object) -> Rig:
@@ -224,16 +227,18 @@ async def test_a_tier_that_is_none(open_cache: Opener) -> None:
 
 async def test_names_of_a_namespace() -> None:
     """All ranks of a cache share the first part of their names with it, and no other model does."""
-    ours = namespace_pattern("_ukv1-0123456789abcdef_model_0_2")
+    ours = namespace_pattern("ukv1-0123456789abcdef")
     page = "0f" * 32
     mine = [
         "_ukv1-0123456789abcdef_model_1_2",
         "_ukv1-0123456789abcdef_L0-4",
+        "_ukv1-0123456789abcdef_L4-9_H3_T0-16",
         "_ukv1-0123456789abcdef_m_0_2.mamba",
     ]
     foreign = ["", "_ukv1-0123456789abcdee_model_0_2", "_ukv1-0123456789abcdef0_x", "_ukv1-0123456789abcdef"]
-    assert [bool(ours.match(page + suffix)) for suffix in mine] == [True] * 3
+    assert [bool(ours.match(page + suffix)) for suffix in mine] == [True] * 4
     assert [bool(ours.match(page + suffix)) for suffix in foreign] == [False] * 4
+    assert not ours.match("manifest_ukv1-0123456789abcdef")
     assert not ours.match("readme_ukv1-0123456789abcdef_model_0_2")
     assert not ours.match("z" * 64 + "_ukv1-0123456789abcdef_model_0_2")
 

@@ -34,6 +34,11 @@ PARTS: dict[str, tuple[Callable[[Path], Any], Callable[[], Any], dict[str, objec
         {"host_layout": "layer_first"},
     ),
     "write back": (memory, VirtualDevice, {"write_policy": "write_back"}),
+    "chunks": (
+        memory,
+        VirtualDevice,
+        {"key_scheme": "unified", "layer_partition": 1, "token_group": 2, "host_layout": "head_grouped"},
+    ),
 }
 """Stores, devices and options; what is layered by layer first goes through threads on its way to a store."""
 
@@ -51,6 +56,7 @@ each_kind = pytest.mark.parametrize("kind", PARTS)
         ("uvloop", "files", ["ready"], "PrefixLease", 0.05),
         ("asyncio", "one lane", ["late"], "PrefixLease.prefetch", 0.2),
         ("asyncio", "write back", ["held"], "PrefixLease.load", 0.1),
+        ("asyncio", "chunks", ["late"], "PrefixLease.prefetch", 0.1),
     ],
 )
 def test_a_share_of_all_cancels(
@@ -78,6 +84,7 @@ def test_a_share_of_all_cancels(
         ("asyncio", "files", 0.02),
         ("asyncio", "one lane", 0.02),
         ("asyncio", "write back", 0.02),
+        ("asyncio", "chunks", 0.02),
         ("debug", "memory", 0.02),
         ("uvloop", "files", 0.02),
     ],

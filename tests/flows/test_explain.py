@@ -32,6 +32,7 @@ from tests.flows.rig import (
     tokens,
     turns,
 )
+from tests.flows.stores import page_keys
 
 pytestmark = pytest.mark.asyncio
 
@@ -120,9 +121,13 @@ async def test_a_hole_at_the_head_that_write_back_kept_on_the_device(open_cache:
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("model_id", "other", ("another model_id",)),
-        ("fingerprint", "v2", ("another fingerprint",)),
-        ("host_layout", "page_first_direct", ("host_layout",)),
+        ("model_id", "other", ('model_id is "model" here and "other" there', 'set model_id = "other"')),
+        ("fingerprint", "v2", ('fingerprint is "" here and "v2" there', 'set fingerprint = "v2"')),
+        (
+            "host_layout",
+            "page_first_direct",
+            ('set host_layout = "page_first_direct" and io_mode = "direct"',),
+        ),
     ],
 )
 async def test_another_namespace(open_cache: Opener, option: str, value: str, words: Sequence[str]) -> None:
@@ -133,7 +138,7 @@ async def test_another_namespace(open_cache: Opener, option: str, value: str, wo
     rig = await open_cache(store=store)
     explanation = await explained(rig, "abcd")
     assert explanation.prefetch_stop is Stop.NOT_STORED
-    assert explanation.other_namespace == (await store.list_keys())[0][64:] != explanation.namespace
+    assert explanation.other_namespace == (await page_keys(store))[0][64:] != explanation.namespace
     assert says(explanation, "another name", explanation.other_namespace, explanation.namespace, *words)
 
 

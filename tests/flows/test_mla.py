@@ -18,7 +18,7 @@ from hicache_async.testing.golden import check_page, fill_page, page_object
 from hicache_async.types import Tokens
 from tests.flows.explaining import explained, places, says
 from tests.flows.rig import NUM_LAYERS, PAGE_TOKENS, Opener, Rig, driven, make_kv, page_hashes, tokens
-from tests.flows.stores import RecordingStore
+from tests.flows.stores import RecordingStore, page_keys
 
 pytestmark = pytest.mark.asyncio
 
@@ -60,10 +60,8 @@ class Shared:
         return self.views[-1]
 
     async def names(self) -> set[str]:
-        """Return the names of all objects."""
-        store = self.views[0].inner
-        assert isinstance(store, (FileStore, MemoryStore))
-        return set(await store.list_keys())
+        """Return the names of all pages."""
+        return set(await page_keys(self.views[0].inner))
 
     async def aclose(self) -> None:
         """Close what each cache was given."""

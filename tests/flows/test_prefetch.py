@@ -23,6 +23,7 @@ PATIENT = {"store_timeout_s": 1e6}
 async def test_complete(open_cache: Opener) -> None:
     """All that the store has of the missing prefix comes to the host, byte for byte."""
     rig = await open_cache(store=MemoryStore())
+    await turns()
     await rig.put_in_store("abcd")
     assert await prefetched(rig, "abcdef") == (16, 16, Stop.COMPLETE)
     assert rig.where("abcdef") == "hhhh"

@@ -56,6 +56,7 @@ async def test_a_bounded_number_use_the_store_at_once(open_cache: Opener) -> Non
 async def test_one_that_waits_has_neither_task_nor_timer(open_cache: Opener) -> None:
     """A hundred that wait for a slot need no task and no timer more than one does."""
     rig = await many(open_cache, 100, max_prefetches_in_flight=1)
+    await turns()
     first = rig.lease(PROMPTS[0])
     first.start_prefetch()
     await held_store(rig).arrived()

@@ -15,8 +15,9 @@ from ..abc import Store, SupportsDelete, SupportsListing
 from ..core.clear import namespace_pattern
 from ..errors import ConfigError, StoreUnavailable
 from .backup import Backups
-from .calls import answered_count, fault_of, start_store_call
+from .calls import answered_count, codec_of, fault_of, start_store_call
 from .context import Context, settled_within
+from .namespaces import Namespaces
 
 
 @runtime_checkable
@@ -47,9 +48,16 @@ class Attachment:
             it could not be cleared to the end.
     """
 
-    def __init__(self, ctx: Context, backups: Backups, close: Callable[[Store], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        ctx: Context,
+        backups: Backups,
+        namespaces: Namespaces,
+        close: Callable[[Store], Awaitable[None]],
+    ) -> None:
         self._ctx = ctx
         self._backups = backups
+        self._namespaces = namespaces
         self._close = close
         self.store = ctx.store
         self._left_behind: dict[Hop[Any], Store] = {}
@@ -82,6 +90,8 @@ class Attachment:
         ctx = self._ctx
         ctx.tree.store_epoch += 1
         self.store = ctx.store = store
+        ctx.keys = ctx.keys.with_codec(codec_of(store))
+        self._namespaces.meet(store)  # before anything is written to it
         self._backups.catch_up()
         logger.info("store.attached", store=type(store).__name__)
 
@@ -107,6 +117,7 @@ class Attachment:
         if ctx.store is not None:
             self.suspend()
         self.store = None
+        self._namespaces.meet(None)
         calls = self._calls()
         for call in calls:
             self._left_behind[call] = store
@@ -180,7 +191,7 @@ class Attachment:
 
     async def _delete_all(self, store: ClearableStore) -> int:
         ctx = self._ctx
-        ours = namespace_pattern(ctx.keys.suffix)
+        ours = namespace_pattern(ctx.keys.namespace.digest)
         listing = await self._call(store, "list_keys", store.list_keys)
         keys = listing.result
         if not isinstance(keys, Sequence):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
+from ..abc import Store
 from ..core.hashing import HashChain
 from ..core.holding import Holding
+from ..core.keys import namespace_of
+from ..core.manifest import Manifest
 from ..core.node import Node, TierCopy
 from ..core.tokens import TokenKey
 from ..core.walk import Match, common_nbytes, pages_off_device
@@ -21,9 +25,17 @@ from .gates import Share, is_worth_fetching, outcome, refusal_to_ask
 from .hints import hints
 from .survey import Survey
 
+ReadManifest: TypeAlias = Callable[[Store, str], Awaitable[Manifest | None]]
+"""What returns the manifest of a namespace by its digest; None: there is none that can be read."""
+
 
 async def explain(
-    ctx: Context, key: TokenKey, chain: HashChain, *, operator_pins: Collection[Pinned] = ()
+    ctx: Context,
+    key: TokenKey,
+    chain: HashChain,
+    read_manifest: ReadManifest,
+    *,
+    operator_pins: Collection[Pinned] = (),
 ) -> Explanation:
     """Say where each page of a prompt is, and why a match or a prefetch would end there now.
 
@@ -33,6 +45,7 @@ async def explain(
 
     Args:
         key, chain: the prompt, and what its page hashes depend on besides.
+        read_manifest: asked for the namespace under which the store has what this cache lacks.
         operator_pins: what an operator keeps, to tell it from what moves keep.
     Raises: ClosedError: the cache was closed. Nothing for the store, each of whose answers is waited for
         ``store_timeout_s`` at most.
@@ -42,14 +55,23 @@ async def explain(
     prompt = _Prompt(ctx, holding, holding.hashes(holding.num_pages))
     survey = Survey(ctx, ctx.store if ctx.reuses else None, prompt.hashes)
     marked = prompt.marked_pages()
+    manifest: Manifest | None = None
     if survey.store is not None and prompt.hashes:
         start_page = prompt.match().local_pages
         if refusal_to_ask(ctx, holding.limit_pages - start_page) is None:
             await survey.look(start_page, holding.limit_pages)
         await survey.complete()
+        digest = namespace_of(_other_namespace(prompt, survey) or "")
+        if digest and survey.fault is None and survey.is_current:
+            manifest = await read_manifest(survey.store, digest)
         ctx.check_open()
         survey.written = prompt.marked_pages() - marked
-    return _describe(prompt, survey, operator_pins)
+    return _describe(prompt, survey, manifest, operator_pins)
+
+
+def _other_namespace(prompt: _Prompt, survey: Survey) -> str | None:
+    lacking = next((page for page in range(len(prompt.hashes)) if survey.is_stored(page) is False), None)
+    return None if lacking is None else survey.other_namespace(lacking)
 
 
 @dataclass(slots=True)
@@ -130,13 +152,16 @@ class _Prompt:
         return MatchStop.NOT_CACHED
 
 
-def _describe(prompt: _Prompt, survey: Survey, operator_pins: Collection[Pinned]) -> Explanation:
+def _describe(
+    prompt: _Prompt, survey: Survey, manifest: Manifest | None, operator_pins: Collection[Pinned]
+) -> Explanation:
     # Sync: what is said of this process held at one moment.
     ctx = prompt.ctx
     match = prompt.match()
     hit_pages, share = _foresee_prefetch(prompt, match, survey)
     pages = _pages(prompt, survey, operator_pins)
-    lacking = next((page.index for page in pages if page.store is Place.ABSENT), None)
+    other = _other_namespace(prompt, survey)
+    is_its = manifest is not None and manifest.digest == namespace_of(other or "")
     explanation = Explanation(
         state=ctx.state,
         page_size=ctx.page_tokens,
@@ -150,7 +175,8 @@ def _describe(prompt: _Prompt, survey: Survey, operator_pins: Collection[Pinned]
         prefetch_stop=share.stop,
         pages=pages,
         store_fault=survey.fault,
-        other_namespace=None if lacking is None else survey.other_namespace(lacking),
+        other_namespace=other,
+        other_fields=manifest.fields if manifest is not None and is_its else None,
         elsewhere_tokens=prompt.elsewhere_pages() * ctx.page_tokens,
     )
     return dataclasses.replace(explanation, hints=hints(ctx, explanation, survey))
@@ -181,7 +207,7 @@ def _foresee_prefetch(prompt: _Prompt, match: Match, survey: Survey) -> tuple[in
 
 def _pages(prompt: _Prompt, survey: Survey, operator_pins: Collection[Pinned]) -> tuple[PageExplanation, ...]:
     ctx = prompt.ctx
-    nodes, keys = prompt.nodes(), ctx.keys.keys(prompt.hashes)
+    nodes, keys = prompt.nodes(), ctx.keys.keys(prompt.hashes)[:: ctx.keys.num_chunks]
     keepers = _keepers(ctx, prompt.whole().path, operator_pins)
     being_read = prompt.pages_being_read()
     pages: list[PageExplanation] = []

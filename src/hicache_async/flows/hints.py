@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby, takewhile
 
 from ..abc import SupportsRefusal
 from ..config import WritePolicy
+from ..core.keys import Namespace, namespace_of
+from ..core.manifest import Manifest, manifest_of
+from ..core.sharing import differences
 from ..core.write_policy import MIN_COMMITS
 from ..explanation import Explanation, MatchStop, PageExplanation, Place
 from ..types import Stop
@@ -94,7 +98,7 @@ def _of_absence(ctx: Context, explained: Explanation, survey: Survey) -> Iterato
     if explained.other_namespace is not None:
         yield (
             f"page {first.index:,} is stored under another name, which ends in {explained.other_namespace} and "
-            f"not in {explained.namespace}: {_difference(explained.namespace, explained.other_namespace)}"
+            f"not in {explained.namespace}: {_difference(ctx.keys.namespace, explained)}"
         )
     hole = list(takewhile(lambda page: page.store is Place.ABSENT, pages[first.index :]))
     later = next((page for page in pages[first.index :] if page.store is Place.PRESENT), None)
@@ -185,17 +189,46 @@ def _named(run: Sequence[PageExplanation]) -> str:
     return f"page {first:,}" if first == last else f"pages {first:,}-{last:,}"
 
 
-def _difference(mine: str, other: str) -> str:
-    # Names end in _{digest}_{model}[_{ranks} ...]; in the digest is all that makes bytes differ.
-    digest, model, *ranks = mine[1:].split("_")
-    parts = other[1:].split("_")
-    if len(parts) < 2 or not parts[0].startswith("ukv"):
+def _difference(namespace: Namespace, explained: Explanation) -> str:
+    mine, other = explained.namespace, explained.other_namespace or ""
+    digest = namespace_of(other)
+    if not digest:
         return "it was written by something else"
-    different = []
-    if parts[1] != model:
-        different.append("another model_id")
-    elif parts[0] != digest:
-        different.append("another fingerprint, dtype, number of layers or KV heads, or host_layout")
-    if parts[2:] != ranks:
+    if digest == namespace.digest:
+        return _place_in_grid(other)
+    if explained.other_fields is None:
+        return _guess(mine, other)
+    found = differences(manifest_of(namespace), Manifest(digest, dict(explained.other_fields)))
+    return "; ".join(f"{difference}: {difference.advice}" for difference in found)
+
+
+def _place_in_grid(other: str) -> str:
+    if _CHUNK.fullmatch(other):
+        return (
+            "it is another part of the same page (layers L, head group H, tokens T); see whether the rank that "
+            "stores this part runs and writes"
+        )
+    return (
+        "it is of another place or size of the rank grid (tp, pp, cp); make them equal where they are to share, "
+        "or take key_scheme unified on both sides"
+    )
+
+
+def _guess(mine: str, other: str) -> str:
+    # Nothing is written down: names end in _{digest}_{model}[_{ranks} ...] or _{digest}_{chunk}, and in the digest
+    # is all that makes bytes differ.
+    if bool(_CHUNK.fullmatch(mine)) != bool(_CHUNK.fullmatch(other)):
+        return "another key_scheme; make them equal where they are to share"
+    model, *ranks = mine.split("_")[2:] or [""]
+    other_model, *other_ranks = other.split("_")[2:] or [""]
+    if _CHUNK.fullmatch(mine):
+        return f"another model_id, {_IN_DIGEST} or head_group; make them equal where they are to share"
+    different = ["another model_id" if other_model != model else f"another {_IN_DIGEST}"]
+    if other_ranks != ranks:
         different.append("another place or size of the rank grid (tp, pp, cp)")
     return f"{', and '.join(different)}; make them equal where they are to share"
+
+
+_IN_DIGEST = "fingerprint, dtype, number of layers or KV heads, or host_layout"
+_CHUNK = re.compile(r"_ukv[0-9]+-[0-9a-f]{16}_L[0-9]+-[0-9]+(_H[0-9]+)?(_T[0-9]+-[0-9]+)?")
+"""What the names of the unified key scheme end in."""
