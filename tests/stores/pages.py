@@ -38,7 +38,7 @@ async def read(store: Store, *keys: str, nbytes: int = PAGE_NBYTES) -> int:
 
 def files_below(root: str | Path, part: str) -> list[Path]:
     """Return the files of a FileStore: "objects", or those under construction, "temp"."""
-    return [path for path in Path(root, "v1", part).rglob("*") if path.is_file()]
+    return [path for path in Path(root, "v2", part).rglob("*") if path.is_file()]
 
 
 def num_open_files() -> int:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from hicache_async.abc import SupportsDelete, SupportsListing
+from hicache_async.abc import SupportsDelete, SupportsListing, SupportsNamespaces, SupportsStat
 from hicache_async.errors import ConfigError
 from hicache_async.stores import FileStore, _object
 from hicache_async.testing.manual import ManualClock, ManualThreads
-from hicache_async.types import StopToken
+from hicache_async.types import ObjectStat, StopToken
 from tests.stores.pages import PAGE_NBYTES, CountingThreads, files_below, page_of, read, write
 
 pytestmark = pytest.mark.every_loop
@@ -81,7 +81,7 @@ async def test_an_object_is_one_file_with_its_payload_at_a_block(store: FileStor
     assert data[4096:] == page_of("a")
     header = _object.decode_head(data[:4096])
     assert header is not None
-    assert (header.version, header.algorithm, header.key, header.nbytes) == (1, 1, b"a", PAGE_NBYTES)
+    assert (header.version, header.algorithm, header.key, header.nbytes) == (2, 1, b"a", PAGE_NBYTES)
 
 
 @pytest.mark.asyncio
@@ -166,6 +166,38 @@ async def test_foreign_files_are_not_listed(store: FileStore) -> None:
     Path(path.parent.parent, "zz", path.name).write_bytes(path.read_bytes())
     Path(path.parent.parent, "README").write_bytes(b"")
     assert await store.list_keys() == ["a"]
+
+
+@pytest.mark.asyncio
+async def test_stat_tells_size_and_age(store: FileStore) -> None:
+    """Payload bytes and time of last use come in one hop, for any key, with None for what is not there."""
+    assert isinstance(store, SupportsStat)
+    assert await store.stat([]) == []
+    assert await store.stat(["a"]) == [None]
+    long_key = "k" * 5000
+    await write(store, "a")
+    await write(store, long_key, nbytes=1)
+    for path in files_below(store.root, "objects"):
+        os.utime(path, (7, 7))
+    assert await store.stat([long_key, "absent", "a"]) == [
+        ObjectStat(1, 7.0),
+        None,
+        ObjectStat(PAGE_NBYTES, 7.0),
+    ]
+
+
+@pytest.mark.asyncio
+async def test_namespaces_are_those_of_the_objects(store: FileStore) -> None:
+    """Each namespace that has an object is listed, and none that has lost its last one."""
+    assert isinstance(store, SupportsNamespaces)
+    assert await store.list_namespaces() == []
+    first, second = "ukv1-0000000000000001", "ukv1-0000000000000002"
+    await write(store, f"manifest_{second}", f"0f_{first}_m_0_1", "plain")
+    Path(store.root, "v2", "objects", "ukv1-foreign").mkdir()
+    assert await store.list_namespaces() == [first, second]
+    assert sorted(await store.list_keys()) == sorted([f"manifest_{second}", f"0f_{first}_m_0_1", "plain"])
+    await store.delete([f"0f_{first}_m_0_1"])
+    assert await store.list_namespaces() == [second]
 
 
 # -- existence

@@ -6,59 +6,27 @@ import os
 import random
 import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-import hicache_async
 from hicache_async.errors import StoreUnavailable
 from hicache_async.stores import FileStore
+from hicache_async.stores._quota import Quota
 from tests.stores.pages import files_below, read, write
-
-PRELUDE = """
-import asyncio, os, sys, types
-package, tests = sys.argv[1:3]
-sys.path.append(tests)
-sys.modules["hicache_async"] = types.ModuleType("hicache_async")  # the stores alone: they need no torch
-sys.modules["hicache_async"].__path__ = [package]
-from structlog.testing import capture_logs
-from hicache_async.errors import StoreUnavailable
-from hicache_async.stores import FileStore
-from tests.stores.pages import files_below, page_of, read, write
-assert "torch" not in sys.modules
-root, number = sys.argv[3], int(sys.argv[4])
-
-"""
-
-
-def start(program: str, root: Path, number: int = 0) -> subprocess.Popen[str]:
-    """Start a Python program that has the store, ``root`` and ``number`` at hand."""
-    package = str(Path(hicache_async.__file__).parent)
-    tests = str(Path(__file__).parents[2])
-    command = [sys.executable, "-W", "error", "-c", PRELUDE + program, package, tests, str(root), str(number)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    """Return the output of a program that ends well."""
-    with process:
-        output, _ = process.communicate(timeout=50)
-    assert process.returncode == 0
-    return output
-
+from tests.stores.programs import finish, start
 
 RACE = """
 async def main():
-    store = FileStore(root, num_lanes=2)
+    store = FileStore(root, num_lanes=2, **options)
     print("ready", flush=True)
     sys.stdin.readline()
     for turn in range(number):
         keys = [f"{turn}-{page}" for page in range(4)]
-        assert await write(store, *keys) == 4
+        assert await asyncio.gather(write(store, *keys), write(store, *keys[1:])) == [4, 3]
         assert await read(store, *keys) == 4
     assert not store.stats, store.stats
     await store.aclose()
@@ -67,8 +35,8 @@ asyncio.run(main())
 """
 
 
-def race(root: Path, rounds: int) -> None:
-    racers = [start(RACE, root, rounds) for _ in range(2)]
+def race(root: Path, rounds: int, **options: object) -> None:
+    racers = [start(RACE, root, rounds, **options) for _ in range(2)]
     for racer in racers:
         assert racer.stdout
         assert racer.stdout.readline() == "ready\n"
@@ -82,9 +50,25 @@ def race(root: Path, rounds: int) -> None:
     assert files_below(root, "temp") == []
 
 
-def test_two_processes_write_the_same_keys(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"unnamed_temp": True},
+        {"max_bytes": 1 << 30},
+        {"max_bytes": 1 << 30, "unnamed_temp": True},
+        {"durability": "batch"},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_two_processes_write_the_same_keys(tmp_path: Path, options: dict[str, Any]) -> None:
     """Racing on each key no write fails, each reads whole pages at once, and no other file is left."""
-    race(tmp_path, 50)
+    race(tmp_path, 30, **options)
+    if "max_bytes" in options:
+        quota = Quota(f"{tmp_path}/v2", max_bytes=1 << 30)
+        assert quota.usage().reserved == 0
+        quota.trim()
+        assert quota.usage().committed == 120 * 8192
 
 
 @pytest.mark.stress
@@ -146,15 +130,6 @@ async def test_many_killed_writers_leave_whole_objects(tmp_path: Path) -> None:
 # -- another user's directory
 
 
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    """A directory that every user can reach, as pytest's own are not."""
-    root = Path(tempfile.mkdtemp())
-    root.chmod(0o755)
-    yield root
-    shutil.rmtree(root)
-
-
 READER = """
 async def main():
     store = FileStore(root, existence_ttl_s=0)
@@ -186,7 +161,7 @@ asyncio.run(main())
 @pytest.mark.asyncio
 async def test_a_directory_of_another_user_is_read_and_not_written(shared: Path) -> None:
     """Without write permission reads and lookups go on, writes fail, one line is logged, nothing is left."""
-    store = FileStore(shared)
+    store = FileStore(shared, mode=0o644)
     await write(store, "a", "b", "sealed")
     (sealed,) = (path for path in files_below(shared, "objects") if path.name == "sealed.kv")
     sealed.chmod(0)

@@ -10,13 +10,23 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from hicache_async.abc import Store, SupportsDelete, SupportsListing, SupportsRefusal, SupportsStats
+from hicache_async.abc import (
+    Store,
+    SupportsDelete,
+    SupportsListing,
+    SupportsNamespaces,
+    SupportsRefusal,
+    SupportsStat,
+    SupportsStats,
+    SupportsSweep,
+)
 from hicache_async.errors import ConfigError, StoreUnavailable, WrongLoopError
 from hicache_async.stores import GuardedStore, MemoryStore, NullStore
 from hicache_async.testing.faults import FlakyStore, HangingStore, HeldStore, LyingStore, StoreWrapper
 from hicache_async.testing.manual import ManualClock
-from hicache_async.types import Stop, StopToken
+from hicache_async.types import ObjectStat, Stop, StopToken
 from tests.stores.pages import read, until, write
+from tests.stores.wrappers import Telling, Whole
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.every_loop]
 
@@ -260,7 +270,7 @@ async def test_retries_end_when_the_breaker_opens() -> None:
 
 def open_now(store: GuardedStore) -> None:
     """Open a breaker that one failure opens."""
-    admission = store._breaker.admit()
+    admission = store._operations.breaker.admit()
     assert admission is not None and admission.fail("somebody else's")
 
 
@@ -284,7 +294,7 @@ async def test_a_caller_goes_at_the_deadline(verb: str, timeout_s: float) -> Non
     assert (store.stats["deadline_misses"], store.stats["failures"], hanging.calls[verb]) == (3, 3, 3)
     assert clock.pending == 0
     hanging.release()
-    await until(lambda: not store._attempts.num_left)
+    await until(lambda: not store._operations.attempts.num_left)
     assert store.breaker == "open"
 
 
@@ -329,6 +339,56 @@ async def test_a_listing_takes_as_long_as_it_takes() -> None:
     open_now(store)
     with pytest.raises(StoreUnavailable, match="list_keys was refused: its breaker is open since"):
         await store.list_keys()
+
+
+async def test_what_has_no_deadline_is_refused_all_the_same() -> None:
+    """Namespaces and a sweep take as long as they take, tell the breaker nothing, and are refused like others."""
+    store, clock = guarded(Whole(MemoryStore()), max_failures=1)
+    assert isinstance(store, SupportsNamespaces) and isinstance(store, SupportsSweep)
+    assert await store.list_namespaces() == ["ukv1-0123456789abcdef"]
+    assert await store.sweep() == {"temp_files": 3}
+    assert clock.pending == 0
+    open_now(store)
+    for verb, call in (("list_namespaces", store.list_namespaces), ("sweep", store.sweep)):
+        with pytest.raises(StoreUnavailable, match=f"{verb} was refused: its breaker is open since"):
+            await call()
+    assert store.stats["refusals"] == 2
+
+
+@pytest.mark.parametrize("answer", [None, 1, [], ["a"], [None, None], "x"])
+async def test_an_answer_about_sizes_that_cannot_be_true_is_a_failure(answer: object) -> None:
+    """There is one ObjectStat or None for each key."""
+
+    class Lying(Telling):
+        async def stat(self, keys: Sequence[str]) -> Sequence[ObjectStat | None]:
+            return answer  # type: ignore[return-value]
+
+    store, _ = guarded(Lying(MemoryStore()), max_failures=1)
+    assert isinstance(store, SupportsStat)
+    with pytest.raises(StoreUnavailable, match="expected what is known of 1 objects"):
+        await store.stat(["a"])
+    assert store.breaker == "open"
+
+
+async def test_a_question_for_sizes_ends_at_its_deadline() -> None:
+    """It is cancelled in the store, a failure, and asked again at most as often as other operations."""
+    asked: list[asyncio.Future[None]] = []
+
+    class Hanging(Telling):
+        async def stat(self, keys: Sequence[str]) -> Sequence[ObjectStat | None]:
+            asked.append(asyncio.get_running_loop().create_future())
+            await asked[-1]
+            return []
+
+    store, clock = guarded(Hanging(MemoryStore()), max_failures=1)
+    assert isinstance(store, SupportsStat)
+    call = asyncio.ensure_future(store.stat(["a"]))
+    await until(lambda: bool(asked))
+    clock.advance(2.0)
+    with pytest.raises(StoreUnavailable, match="no answer in 2 s"):
+        await call
+    await until(asked[0].cancelled)
+    assert (store.breaker, len(asked), clock.pending) == ("open", 1, 0)
 
 
 # The breaker opens and closes

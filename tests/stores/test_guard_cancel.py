@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,10 +124,44 @@ async def test_a_hung_read_gives_its_buffers_back_when_it_wakes_up() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
         clock.advance(100.0)
-    assert not read.given_back and store._attempts.num_left == 1
+    assert not read.given_back and store._operations.attempts.num_left == 1
     hanging.release()
     await read.over()
-    assert store._attempts.num_left == 0 and not calls_apart()
+    assert store._operations.attempts.num_left == 0 and not calls_apart()
+
+
+@pytest.mark.parametrize("brackets", [True, False])
+async def test_what_a_read_raises_that_nobody_waits_for_is_not_reported(brackets: bool) -> None:
+    """Not by the loop either, as an exception that was never retrieved."""
+    reported: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    await late_read(brackets)
+    gc.collect()
+    assert not reported
+
+
+async def late_read(brackets: bool) -> None:
+    """Read what raises after its deadline, having told of a thread or not."""
+
+    class Late(StoreWrapper):
+        async def read(self, keys: Sequence[str], into: Sequence[memoryview], stop: StopToken) -> int:
+            if brackets:
+                stop.job_started()
+                stop.job_ended()
+            started.append(stop)
+            await gate
+            raise OSError("late")
+
+    started: list[StopToken] = []
+    gate = asyncio.get_running_loop().create_future()
+    store, clock = guarded(Late(MemoryStore()))
+    read = ReadHop(store)
+    await until(lambda: bool(started))
+    clock.advance(2.0)
+    await until(lambda: store._operations.attempts.num_left == 1)
+    gate.set_result(None)
+    await read.over()
+    await until(lambda: not calls_apart())
 
 
 # Reads that are stopped
@@ -334,7 +369,7 @@ async def test_an_attempt_that_is_torn_away_itself(brackets: bool) -> None:
     if brackets:
         tokens[0].job_ended()
         await read.over()
-    assert (store.breaker, clock.pending, store._attempts.num_left) == ("closed", 0, 0)
+    assert (store.breaker, clock.pending, store._operations.attempts.num_left) == ("closed", 0, 0)
 
 
 async def test_a_store_that_cancels_something_of_its_own_has_failed() -> None:

@@ -18,7 +18,7 @@ def test_a_guard_opens_the_store_inside(tmp_path: Path) -> None:
     store = open_store(f"guard+file://{tmp_path}/kv%20data?existence_ttl_s=2&guard_timeout_s=3&num_lanes=1")
     assert isinstance(store, GuardedStore) and isinstance(store.inner, FileStore)
     assert store.inner.root == f"{tmp_path}/kv data"
-    assert store.inner._existence._ttl_s == 2
+    assert store.inner._existence._half_ttl_s == 1.0
     assert store._timeout_s == 3
     assert isinstance(store, SupportsDelete) and isinstance(store, SupportsListing)
     private = open_store("guard+file:")

@@ -164,6 +164,51 @@ async def test_a_call_cancelled_in_the_queue_is_quiet_at_once() -> None:
     assert rig.performed == ["a0"]
 
 
+async def test_a_run_is_finished_before_it_is_reported() -> None:
+    """What is done at the end of a run is done once, in the thread, with the items that went well."""
+    rig = Rig(num_lanes=1)
+    performed: list[object] = []
+    bad = call_of(5, lambda item: performed.append(item) or ("bad" if item == 3 else None))  # type: ignore[func-returns-value]
+    whole = call_of(2, lambda item: performed.append(item))
+    for call in (bad, whole):
+        call.finish = performed.append
+    tasks = [asyncio.create_task(rig.lanes.run(call)) for call in (bad, whole)]
+    await rig.pending(1)
+    rig.threads.run_next()
+    assert performed == [0, 1, 2, 3, range(3), 0, 1, range(2)]
+    await asyncio.gather(*tasks)
+    assert (bad.count, bad.fault, whole.count) == (3, "bad", 2)
+
+
+async def test_a_run_that_cannot_be_finished_counts_nothing() -> None:
+    """Where the end of a run fails none of its items is good, its call has the error, and neighbours are whole."""
+
+    def finish(items: range) -> None:
+        raise OSError(5, "Input/output error")
+
+    rig = Rig(num_lanes=1)
+    broken, neighbour = call_of(3), call_of(2)
+    broken.finish = finish
+    tasks = [asyncio.create_task(rig.lanes.run(call)) for call in (broken, neighbour)]
+    await rig.pending(1)
+    rig.threads.run_next()
+    await asyncio.gather(*tasks)
+    assert (broken.count, neighbour.count) == (0, 2)
+    assert isinstance(broken.error, OSError)
+
+
+async def test_a_run_without_a_good_item_is_not_finished() -> None:
+    """Where nothing went well there is nothing to finish."""
+    rig = Rig(num_lanes=1)
+    call = call_of(3, lambda item: "bad")
+    call.finish = lambda items: pytest.fail("it was finished")
+    task = asyncio.create_task(rig.lanes.run(call))
+    await rig.pending(1)
+    rig.threads.run_next()
+    await task
+    assert (call.count, call.fault) == (0, "bad")
+
+
 async def test_a_big_call_does_not_hold_up_a_small_one() -> None:
     """Calls take turns, a job's worth each: a small call is done long before the big one ahead of it."""
     rig = Rig(num_lanes=1)
@@ -273,3 +318,20 @@ async def test_lookups_are_outside_the_lanes() -> None:
         await rig.settle()
     await asyncio.gather(read, first, second, third)
     assert rig.performed == ["r0", "x0", "y0", "z0"]
+
+
+async def test_walks_are_outside_the_lanes() -> None:
+    """A walk starts while every lane and the lookups are taken, one item at a time, and takes no turn from them."""
+    rig = Rig(num_lanes=1)
+    read, _ = rig.start("r", 1)
+    lookup, _ = rig.start("x", 1, Kind.LOOKUP)
+    await rig.pending(2)
+    walk, _ = rig.start("w", 2, Kind.WALK)
+    other, _ = rig.start("v", 1, Kind.WALK)
+    await rig.settle()
+    assert rig.threads.pending == 3
+    while rig.threads.pending:
+        rig.threads.run_next()
+        await rig.settle()
+    await asyncio.gather(read, lookup, walk, other)
+    assert rig.performed == ["r0", "x0", "w0", "v0", "w1"]

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from hicache_async.abc import SupportsDelete, SupportsListing
+from hicache_async.abc import SupportsDelete, SupportsListing, SupportsNamespaces, SupportsStat
 from hicache_async.errors import ConfigError, StoreUnavailable
 from hicache_async.stores import MemoryStore, open_store
-from hicache_async.types import Stop, StopToken
+from hicache_async.types import ObjectStat, Stop, StopToken
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.every_loop]
 
@@ -122,6 +122,25 @@ async def test_delete_and_list() -> None:
     assert await store.delete(["a", "a", "c"]) == 1
     assert await store.list_keys() == ("b",)
     assert store.nbytes == 2
+
+
+async def test_sizes_times_and_namespaces() -> None:
+    """stat() tells payload bytes and when an object was last written or read; namespaces are told once each."""
+    now = [100.0]
+    store = MemoryStore(time=lambda: now[0])
+    assert isinstance(store, SupportsStat) and isinstance(store, SupportsNamespaces)
+    digests = ["ukv1-00000000000000aa", "ukv1-00000000000000bb"]
+    keys = [f"x_{digests[1]}_m", f"manifest_{digests[0]}", f"y_{digests[1]}_m", "plain"]
+    await store.write(keys, views(b"1", b"22", b"333", b""))
+    assert await store.list_namespaces() == digests
+    now[0] = 200.0
+    await read_all(store, [keys[1]], 2)
+    await store.write([keys[2]], views(b"333"))
+    assert await store.stat([*keys, "absent"]) == [
+        ObjectStat(1, 100.0), ObjectStat(2, 200.0), ObjectStat(3, 200.0), ObjectStat(0, 100.0), None,
+    ]  # fmt: skip
+    await store.delete(keys)
+    assert await store.stat(keys) == [None] * 4 and await store.list_namespaces() == []
 
 
 async def test_after_close_every_call_is_refused() -> None:

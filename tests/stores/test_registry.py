@@ -64,7 +64,9 @@ def test_an_entry_point_opens_its_scheme(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("url", ["", "file", "nowhere:///x", "/data/kv"])
 def test_an_unknown_scheme_names_the_known_ones(url: str) -> None:
     """A URL that nothing opens is refused with the schemes that would do."""
-    with pytest.raises(ConfigError, match="its scheme must be one of: file,.*memory, null"):
+    with pytest.raises(
+        ConfigError, match="its scheme must be one of: file,.*memory, mmap, null, shm, tiered"
+    ):
         open_store(url)
 
 
@@ -108,7 +110,7 @@ def test_file_options_come_from_query_and_call(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}?existence_ttl_s=2&num_lanes=3", num_lanes=1)
     assert isinstance(store, FileStore)
     assert store._num_lanes == 1
-    assert store._existence._ttl_s == 2.0
+    assert store._existence._half_ttl_s == 1.0
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,8 @@ class Attempts:
 
         def ended(task: asyncio.Task[object]) -> None:
             self._left.discard(task)
-            if was_tracked or _has_ended(task):
+            has_ended = _has_ended(task)  # whatever it raised has been seen now
+            if was_tracked or has_ended:
                 stop.job_ended()
 
         task.add_done_callback(ended)

@@ -36,6 +36,8 @@ class Kind(enum.Enum):
     READ = "read"
     WRITE = "write"
     LOOKUP = "lookup"
+    WALK = "walk"
+    """Looks at many objects that nobody waits for."""
 
 
 class JobLimit(NamedTuple):
@@ -52,6 +54,7 @@ JOB_LIMITS = {
     Kind.READ: JobLimit(256, 16 << 20),
     Kind.WRITE: JobLimit(256, 32 << 20),  # mostly has one lane, which idles between two jobs
     Kind.LOOKUP: JobLimit(4096, sys.maxsize),
+    Kind.WALK: JobLimit(1, sys.maxsize),
 }
 
 
@@ -62,6 +65,8 @@ class Call:
         perform: does one item in a thread; returns None, or why the call's count ends before it.
         stop: asks the call to end; bracketed from submit until no thread is in the call any more.
         item_nbytes: bytes of one item.
+        finish: does what is cheaper for many items at once, in the same thread, with those of a run that
+            went well, before they are reported; none of them is good where it raises.
 
     Attributes:
         context: of who called, in which the items are done.
@@ -73,6 +78,7 @@ class Call:
         "context",
         "error",
         "fault",
+        "finish",
         "item_nbytes",
         "kind",
         "next",
@@ -90,8 +96,10 @@ class Call:
         perform: Callable[[int], str | None],
         stop: StopToken,
         item_nbytes: int = 0,
+        finish: Callable[[range], None] | None = None,
     ) -> None:
         self.kind = kind
+        self.finish = finish
         self.context = copy_context()
         self.perform = perform
         self.stop = stop
@@ -135,7 +143,16 @@ class Run:
         self.error: BaseException | None = None
 
     def perform(self) -> None:
-        """Do the items in order, in a thread, until one is bad, unwanted or the call is stopped."""
+        """Do the items and finish those that went well, in a thread."""
+        self._perform_items()
+        if self.call.finish is not None and self.good:
+            try:
+                self.call.finish(range(self.first, self.first + self.good))
+            except BaseException as error:  # noqa: BLE001 - a thread's top level: its call raises it
+                self.good, self.fault, self.error = 0, None, error
+
+    def _perform_items(self) -> None:
+        """Do the items in order until one is bad, unwanted or the call is stopped."""
         call = self.call
         for item in range(self.first, self.end):
             if call.stop.stopped or item >= call.wanted:
@@ -171,7 +188,8 @@ class Lanes:
     Calls of one kind are served by the priority of their stop tokens, which may rise while they wait; equal
     ones in turn, one run each, in order of arrival. Reads outrank writes;
     writes never hold the last lane, and where there is one only, they take it when no read waits.
-    Lookups are outside the lanes, one job at a time: ``threads`` should have ``num_lanes + 1`` workers.
+    Lookups are outside the lanes, one job at a time, and so are walks, one item at a time: ``threads``
+    should have ``num_lanes + 2`` workers.
 
     Args:
         threads: runs the jobs; not shut down here.
@@ -191,11 +209,30 @@ class Lanes:
         self._dispatch_posted = False
         self._closed = False
 
+    @property
+    def closed(self) -> bool:
+        """Whether no call is taken any more."""
+        return self._closed
+
     async def run(self, call: Call) -> None:
         """Hand ``call`` to the threads and return when it is over.
 
         Raises: StoreUnavailable: the lanes were closed; else what ``perform`` raised is in the call.
         Cancellation: ends the wait at once and stops the call; its token tells when threads have left it.
+        """
+        self.submit(call)
+        try:
+            await call.settled
+        except asyncio.CancelledError:
+            call.stop.stop()
+            self._settle_if_over(call)
+            self._sweep(call.kind)
+            raise
+
+    def submit(self, call: Call) -> None:
+        """Hand ``call`` to the threads; ``call.settled`` tells when it is over.
+
+        Raises: StoreUnavailable: the lanes were closed.
         """
         if self._closed:
             raise StoreUnavailable("the store was closed; open another one")
@@ -205,13 +242,6 @@ class Lanes:
         if not self._dispatch_posted:
             self._dispatch_posted = True
             self._loop.call_soon(self._dispatch)  # calls made in the same turn share jobs
-        try:
-            await call.settled
-        except asyncio.CancelledError:
-            call.stop.stop()
-            self._settle_if_over(call)
-            self._sweep(call.kind)
-            raise
 
     def close(self) -> None:
         """Refuse new calls and stop the running ones, without waiting for any thread.
@@ -235,8 +265,8 @@ class Lanes:
                 self._start(kind, job)
 
     def _has_lane(self, kind: Kind) -> bool:
-        if kind is Kind.LOOKUP:
-            return not self._jobs[Kind.LOOKUP]
+        if kind in (Kind.LOOKUP, Kind.WALK):
+            return not self._jobs[kind]
         num_writes = len(self._jobs[Kind.WRITE])
         if len(self._jobs[Kind.READ]) + num_writes >= self._num_lanes:
             return False

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from ..errors import ConfigError
 
 Parsers = Mapping[str, Callable[[str], object] | None]
 """Option name to what reads it from a query; None: it cannot be written in a URL."""
+
+_NBYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(?:([KMGT])(i)?B)?")
+_FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def url_path(url: str) -> str:
@@ -37,17 +42,55 @@ def url_options(url: str, options: Mapping[str, object], parsers: Parsers) -> di
     return {name: _parse(url, name, text, parsers[name]) for name, text in query} | dict(options)
 
 
+def parse_nbytes(text: str) -> int:
+    """Read a number of bytes: plain, or with KB, MB, GB or TB for powers of 1000, KiB to TiB for powers of 1024.
+
+    Raises: ValueError: anything else, a fraction of a byte, or a negative number.
+    """
+    matched = _NBYTES.fullmatch(text.strip())
+    if matched is None:
+        raise ValueError(f"{text!r} is not a number of bytes")
+    number, letter, binary = matched[1], matched[2], matched[3]
+    scaled = Decimal(number) * (1024 if binary else 1000) ** (" KMGT".index(letter or " "))
+    if scaled != int(scaled):
+        raise ValueError(f"{text!r} is not a whole number of bytes")
+    return int(scaled)
+
+
+def parse_flag(text: str) -> bool:
+    """Read "true" or "1", "false" or "0". Raises: ValueError: anything else."""
+    if text.lower() not in _FLAGS:
+        raise ValueError(f"{text!r} is not true or false")
+    return _FLAGS[text.lower()]
+
+
+def parse_mode(text: str) -> int:
+    """Read permission bits in octal, as 640 or 0o640. Raises: ValueError: anything else."""
+    return int(text, 8)
+
+
+def parse_group(text: str) -> str | int:
+    """Read the name or the number of a group."""
+    return int(text) if text.isdecimal() else text
+
+
 def _parse(url: str, name: str, text: str, parser: Callable[[str], object] | None) -> object:
     if parser is None:
         raise ConfigError(f"{name!r} cannot stand in the store URL {url!r}; pass it as an argument")
     try:
         return parser(text)
     except ValueError:
-        raise ConfigError(f"{name} is {text!r} in store URL {url!r}; give {_article(parser)}") from None
+        wanted = _WANTED.get(parser, "a value that it can have")
+        raise ConfigError(f"{name} is {text!r} in store URL {url!r}; give {wanted}") from None
 
 
-def _article(parser: Callable[[str], object]) -> str:
-    return "an integer" if parser is int else "a number"
+_WANTED: Mapping[Callable[[str], object], str] = {
+    int: "an integer",
+    float: "a number",
+    parse_nbytes: "bytes, plain or with KB, MB, GB, TB, KiB, MiB, GiB or TiB",
+    parse_flag: "true or false",
+    parse_mode: "permissions in octal, like 640",
+}
 
 
 def _split(url: str) -> SplitResult:

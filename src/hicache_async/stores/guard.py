@@ -5,30 +5,57 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
+from ..abc import (
+    Clock,
+    Store,
+    SupportsDelete,
+    SupportsListing,
+    SupportsNamespaces,
+    SupportsRefusal,
+    SupportsStat,
+    SupportsSweep,
+    TimerHandle,
+)
+from ..errors import ConfigError
+from ..types import ObjectStat, Stop, StopToken
+from ._attempt import Deadline
+from ._breaker import BreakerState
+from ._operations import COUNTS, Operations, Retries
+from ._wrapping import (
+    FORWARDS,
+    Mixins,
+    Wrapping,
+    able,
+    checked_count,
+    checked_stats,
+    kind_of,
+    stats_of,
+    without,
+)
 
-from .._log import logger
-from ..abc import Clock, Store, SupportsDelete, SupportsListing, SupportsRefusal, TimerHandle
-from ..errors import ConfigError, HiCacheError, StoreError, StoreUnavailable
-from ..types import Stop, StopToken
-from ._attempt import Attempts, Deadline
-from ._breaker import Admission, Breaker, BreakerState
-
-COUNTS = (
-    "retries", "failures", "deadline_misses", "refusals", "breaker_opened", "breaker_closed", "failed_probes",
-)  # fmt: skip
-"""What a guard counts; breaker_opened less breaker_closed is 1 while its breaker is not closed, else 0."""
+__all__ = ["COUNTS", "MAX_SECONDS", "GuardedStore"]
 
 MAX_SECONDS = 1e9
 """Longer than any loop can wait for."""
 
 
-class GuardedStore:
+class _Guard(Wrapping):
+    """What the parts of a guard share."""
+
+    _operations: Operations
+    _timeout_s: float
+
+    def _unless_refused(self, verb: str) -> None:
+        if self._operations.breaker.refuses:
+            raise self._operations.refused(verb)
+
+
+class GuardedStore(_Guard):
     """Keep a store that fails, hangs or answers nonsense from costing each request its time.
 
     An operation (one call of this store, its retries included) has a deadline. What it raises, a count
@@ -38,20 +65,24 @@ class GuardedStore:
     reaches the store for ``cooldown_s``, then one operation does, and no other until that one has ended.
     There is no probing by itself: the next operation that somebody wants is the probe, without retries.
 
-    ==============  =====================  ==================================  ========================
-    operation       deadline               at the deadline                     refused
-    ==============  =====================  ==================================  ========================
-    count_prefix    ``lookup_timeout_s``   cancelled, StoreUnavailable         StoreUnavailable
-    read            ``timeout_s``          told to stop, StoreUnavailable      0, ``stop.reason``
-    write, delete   ``timeout_s``          counted, and waited for             StoreUnavailable
-    list_keys       none                                                       StoreUnavailable
-    ==============  =====================  ==================================  ========================
+    ================  =====================  ==================================  ========================
+    operation         deadline               at the deadline                     refused
+    ================  =====================  ==================================  ========================
+    count_prefix      ``lookup_timeout_s``   cancelled, StoreUnavailable         StoreUnavailable
+    stat              ``timeout_s``          cancelled, StoreUnavailable         StoreUnavailable
+    read              ``timeout_s``          told to stop, StoreUnavailable      0, ``stop.reason``
+    write, delete     ``timeout_s``          counted, and waited for             StoreUnavailable
+    list_keys,        none                                                       StoreUnavailable
+    list_namespaces,
+    sweep
+    ================  =====================  ==================================  ========================
 
-    It can delete and list its keys exactly where ``inner`` can.
+    It can do beside the four methods exactly what ``inner`` can. What has no deadline takes as long as the
+    store is large, and tells the breaker nothing.
 
     Args:
         inner: the store to guard.
-        timeout_s: for a read, write or delete; less than ``store_timeout_s`` of the cache.
+        timeout_s: for a read, write, delete or stat; less than ``store_timeout_s`` of the cache.
         lookup_timeout_s: for a count_prefix; less than ``prefetch_timeout_base_s`` of the cache, since a
             question that the prefetch has given up tells nothing.
         max_attempts: tries of one operation; 1: no retries. After the k-th comes a pause of 0 .. 2**(k-1)
@@ -64,7 +95,7 @@ class GuardedStore:
 
     Attributes:
         inner: the store inside.
-        stats: counts by name, see :data:`COUNTS`.
+        stats: what ``inner`` counts, and :data:`COUNTS` of its own.
 
     Ownership: closing the guard closes ``inner``. A read that missed its deadline, or was cancelled, may
         still fill its buffers: they are free when ``stop`` is not busy any more.
@@ -74,8 +105,7 @@ class GuardedStore:
 
     def __new__(cls, inner: Store, **options: Any) -> GuardedStore:
         """Make the kind of guard that can do what ``inner`` can: isinstance() is how others ask."""
-        can = (isinstance(inner, SupportsDelete), isinstance(inner, SupportsListing))
-        return super().__new__(_KINDS[can] if cls is GuardedStore else cls)
+        return object.__new__(kind_of(cls, _MIXINS, able(inner)))
 
     def __init__(
         self,
@@ -92,52 +122,49 @@ class GuardedStore:
         draw: Callable[[], float] | None = None,
     ) -> None:
         self.inner = inner
-        self.stats: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._timeout_s = _checked_seconds("timeout_s", timeout_s)
         self._lookup_timeout_s = _checked_seconds("lookup_timeout_s", lookup_timeout_s)
-        self._max_attempts = _checked_number("max_attempts", max_attempts)
-        self._backoff_s = _checked_seconds("backoff_s", backoff_s, zero_too=True)
+        retries = Retries(
+            _checked_number("max_attempts", max_attempts),
+            _checked_seconds("backoff_s", backoff_s, zero_too=True),
+            draw or Random().random,
+        )
         cooldown_s = _checked_seconds("cooldown_s", cooldown_s)
         max_cooldown_s = _checked_seconds("max_cooldown_s", max_cooldown_s)
         if max_cooldown_s < cooldown_s:
             raise ConfigError(
                 f"max_cooldown_s is {max_cooldown_s!r}, less than cooldown_s, {cooldown_s!r}; give as much or more"
             )
-        self._clock = clock or _RunningLoopClock()
-        self._draw = draw or Random().random
+        breaker = (_checked_number("max_failures", max_failures), cooldown_s, max_cooldown_s)
         self._refuser = inner if isinstance(inner, SupportsRefusal) else None
-        self._attempts = Attempts()
-        self._breaker = Breaker(
-            max_failures=_checked_number("max_failures", max_failures),
-            cooldown_s=cooldown_s,
-            max_cooldown_s=max_cooldown_s,
-            monotonic=self._clock.monotonic,
-            on_change=self._breaker_changed,
-        )
+        self._operations = Operations(clock or RunningLoopClock(), retries, breaker, type(inner).__name__)
 
     def __repr__(self) -> str:
         return f"<GuardedStore {self.inner!r} breaker {self.breaker}>"
 
     @property
+    def stats(self) -> Counter[str]:
+        """What ``inner`` counts and what the guard does, by name; a count that both have is their sum."""
+        counts = Counter(stats_of(self.inner))
+        counts.update(self._operations.counts)
+        return counts
+
+    @property
     def breaker(self) -> BreakerState:
         """Whether the breaker is closed, open or half-open."""
-        return self._breaker.state
+        return self._operations.breaker.state
 
     def refusal(self) -> Stop | None:
         """Return BREAKER_OPEN while an operation would be refused, None when it would be tried. Costs nothing."""
-        if self._breaker.refuses:
+        if self._operations.breaker.refuses:
             return Stop.BREAKER_OPEN
         return None if self._refuser is None else self._refuser.refusal()
 
     def why_refused(self) -> str:
         """Say since when and why the breaker is not closed, and when it is tried again."""
-        breaker = self._breaker
-        if not breaker.refuses and self._refuser is not None:
+        if not self._operations.breaker.refuses and self._refuser is not None:
             return self._refuser.why_refused()
-        if breaker.state is BreakerState.CLOSED:
-            return "its breaker is closed"
-        again = f"tried again in {breaker.retry_in_s:.1f} s" if breaker.probe is None else "being tried now"
-        return f"its breaker is open since {breaker.open_for_s:.1f} s ({breaker.fault}); it is {again}"
+        return self._operations.why_not_closed()
 
     # Lookups and reads: their caller may go at the deadline
 
@@ -149,11 +176,12 @@ class GuardedStore:
         stop = StopToken()
 
         async def attempt(deadline: Deadline) -> object:
-            return await self._attempts.run(
+            return await self._operations.attempts.run(
                 lambda: self.inner.count_prefix(keys), deadline, stop, is_lookup=True
             )
 
-        return await self._operate("count_prefix", attempt, len(keys), self._lookup_timeout_s, stop)
+        checked = partial(checked_count, limit=len(keys))
+        return await self._operations.run("count_prefix", attempt, checked, self._lookup_timeout_s, stop)
 
     async def read(self, keys: Sequence[str], into: Sequence[memoryview], stop: StopToken) -> int:
         """Fill buffers whole, in order, and return how many, consecutive from 0.
@@ -162,18 +190,19 @@ class GuardedStore:
 
         Raises: StoreUnavailable: the deadline has passed; see Ownership of the class. Else what ``inner`` raised.
         """
-        if self._breaker.refuses:
-            self.stats["refusals"] += 1
+        if self._operations.breaker.refuses:
+            self._operations.counts["refusals"] += 1
             stop.reason = Stop.BREAKER_OPEN
             return 0
 
         async def attempt(deadline: Deadline) -> object:
             stop.reason = None  # of the attempt before
-            return await self._attempts.run(
+            return await self._operations.attempts.run(
                 lambda: self.inner.read(keys, into, stop), deadline, stop, is_lookup=False
             )
 
-        return await self._operate("read", attempt, len(keys), self._timeout_s, stop)
+        checked = partial(checked_count, limit=len(keys))
+        return await self._operations.run("read", attempt, checked, self._timeout_s, stop, whole=len(keys))
 
     # Changes: nobody may go before the store has let go of the pages
 
@@ -187,111 +216,16 @@ class GuardedStore:
         async def attempt(deadline: Deadline) -> object:
             return await self.inner.write(keys, pages)
 
-        return await self._operate("write", attempt, len(keys), self._timeout_s, StopToken())
+        checked = partial(checked_count, limit=len(keys))
+        return await self._operations.run("write", attempt, checked, self._timeout_s, StopToken())
 
     async def aclose(self) -> None:
         """Close the inner store; never waits for a hung operation."""
         await self.inner.aclose()
 
-    # What all have in common
 
-    async def _operate(
-        self,
-        verb: str,
-        attempt: Callable[[Deadline], Awaitable[object]],
-        limit: int,
-        timeout_s: float,
-        stop: StopToken,
-    ) -> int:
-        """Try until an attempt goes well or no more may follow, and tell the breaker; returns the count."""
-        admission = self._admit(verb)
-        attempts_left = 1 if admission.is_probe else self._max_attempts
-        longest_pause_s = self._backoff_s
-        deadline = Deadline(
-            self._clock, timeout_s, partial(self._miss_deadline, verb, timeout_s, admission, stop)
-        )
-        try:
-            while True:
-                attempts_left -= 1
-                pause_s = self._draw() * longest_pause_s
-                try:
-                    count = _checked_answer(await attempt(deadline), limit)
-                except Exception as error:
-                    may_retry = attempts_left > 0 and pause_s < deadline.left_s and _is_fault(error)
-                    if not may_retry or not await self._may_follow(pause_s, admission, deadline, stop):
-                        if _is_fault(error) and not stop.stopped:
-                            self._fail(admission, f"{verb}: {error!r}")
-                        raise
-                else:
-                    self._judge(verb, admission, count, limit, stop)
-                    return count
-                longest_pause_s *= 2
-                self.stats["retries"] += 1
-        finally:
-            deadline.cancel()
-            admission.withdraw()
-
-    def _admit(self, verb: str) -> Admission:
-        admission = self._breaker.admit(verb)
-        if admission is None:
-            raise self._refused(verb)
-        return admission
-
-    def _refused(self, verb: str) -> StoreUnavailable:
-        self.stats["refusals"] += 1
-        return StoreUnavailable(f"{verb} was refused: {self.why_refused()}")
-
-    @staticmethod
-    async def _may_follow(pause_s: float, admission: Admission, deadline: Deadline, stop: StopToken) -> bool:
-        # Pauses between two attempts, unless by then nobody wants the second, or may not make it.
-        def is_wanted() -> bool:
-            return admission.counts and not stop.stopped and not stop.busy
-
-        if not is_wanted():
-            return False
-        was_tracked, stop.tracked = stop.tracked, True  # nothing runs: torn away here, it has ended
-        await deadline.pause(pause_s)
-        stop.tracked = was_tracked
-        return is_wanted()
-
-    def _judge(self, verb: str, admission: Admission, count: int, limit: int, stop: StopToken) -> None:
-        if stop.stopped:
-            return
-        if count < limit and stop.reason is Stop.STORE_FAULT:
-            self._fail(admission, f"{verb} came back short, by a fault of the store")
-        else:
-            admission.succeed()
-
-    def _miss_deadline(self, verb: str, timeout_s: float, admission: Admission, stop: StopToken) -> None:
-        stop.stop()
-        self.stats["deadline_misses"] += 1
-        self.stats["failures"] += admission.miss(f"{verb}: no answer in {timeout_s:g} s")
-
-    def _fail(self, admission: Admission, fault: str) -> None:
-        self.stats["failures"] += admission.fail(fault)
-
-    def _breaker_changed(self, before: BreakerState, after: BreakerState) -> None:
-        breaker, store = self._breaker, type(self.inner).__name__
-        self.stats["breaker_opened"] += before is BreakerState.CLOSED
-        self.stats["breaker_closed"] += after is BreakerState.CLOSED
-        self.stats["failed_probes"] += (before, after) == (BreakerState.HALF_OPEN, BreakerState.OPEN)
-        if after is BreakerState.HALF_OPEN:
-            logger.debug("store.breaker_half_open", store=store)
-        elif after is BreakerState.CLOSED:
-            logger.info("store.breaker_closed", store=store)
-        else:
-            logger.warning(
-                "store.breaker_opened",
-                store=store,
-                fault=breaker.fault,
-                open_for_s=breaker.open_for_s,
-                retry_in_s=breaker.retry_in_s,
-                hint="requests go on without the store",
-            )
-
-
-class GuardedDeletingStore(GuardedStore):
-    """A guard of a store that can delete."""
+class _Deletes(_Guard):
+    """Delete, as a write."""
 
     async def delete(self, keys: Sequence[str]) -> int:
         """Delete the keys that exist; returns how many did.
@@ -299,46 +233,79 @@ class GuardedDeletingStore(GuardedStore):
         Raises: StoreUnavailable: refused. Else what ``inner`` raised.
         """
 
-        store = self.inner
-        assert isinstance(store, SupportsDelete)
+        async def attempt(deadline: Deadline) -> object:
+            return await cast("SupportsDelete", self.inner).delete(keys)
+
+        checked = partial(checked_count, limit=len(keys))
+        return await self._operations.run("delete", attempt, checked, self._timeout_s, StopToken())
+
+
+class _Stats(_Guard):
+    """Ask for sizes, as a lookup."""
+
+    async def stat(self, keys: Sequence[str]) -> Sequence[ObjectStat | None]:
+        """Return for each key what is known of its object; None: there is none, or it cannot be one.
+
+        Raises: StoreUnavailable: refused, or the deadline has passed. Else what ``inner`` raised.
+        """
+        store, stop = cast("SupportsStat", self.inner), StopToken()
 
         async def attempt(deadline: Deadline) -> object:
-            return await store.delete(keys)
+            return await self._operations.attempts.run(
+                lambda: store.stat(keys), deadline, stop, is_lookup=True
+            )
 
-        return await self._operate("delete", attempt, len(keys), self._timeout_s, StopToken())
+        checked = partial(checked_stats, num_keys=len(keys))
+        return await self._operations.run("stat", attempt, checked, self._timeout_s, stop)
 
 
-class GuardedListingStore(GuardedStore):
-    """A guard of a store that can list its keys."""
+class _Lists(_Guard):
+    """List, without a deadline."""
 
     async def list_keys(self) -> Sequence[str]:
         """Return the keys of all objects, in no particular order.
 
-        A long list takes long: it has no deadline, and tells the breaker nothing.
+        Raises: StoreUnavailable: refused. Else what ``inner`` raised.
+        """
+        self._unless_refused("list_keys")
+        return await cast("SupportsListing", self.inner).list_keys()
+
+
+class _ListsNamespaces(_Guard):
+    """List namespaces, without a deadline."""
+
+    async def list_namespaces(self) -> Sequence[str]:
+        """Return the namespace digests of its objects, in order of name.
 
         Raises: StoreUnavailable: refused. Else what ``inner`` raised.
         """
-        store = self.inner
-        assert isinstance(store, SupportsListing)
-        if self._breaker.refuses:
-            raise self._refused("list_keys")
-        return await store.list_keys()
+        self._unless_refused("list_namespaces")
+        return await cast("SupportsNamespaces", self.inner).list_namespaces()
 
 
-class GuardedClearableStore(GuardedDeletingStore, GuardedListingStore):
-    """A guard of a store that can do both, and so be cleared."""
+class _Sweeps(_Guard):
+    """Sweep, without a deadline."""
+
+    async def sweep(self) -> Mapping[str, int]:
+        """Remove what dead writers left behind and trim to the store's limits; returns counts by name.
+
+        Raises: StoreUnavailable: refused. Else what ``inner`` raised.
+        """
+        self._unless_refused("sweep")
+        return await cast("SupportsSweep", self.inner).sweep()
 
 
-_KINDS = {
-    (False, False): GuardedStore,
-    (True, False): GuardedDeletingStore,
-    (False, True): GuardedListingStore,
-    (True, True): GuardedClearableStore,
+_MIXINS: Mixins = {
+    **without(FORWARDS, [SupportsRefusal]),
+    SupportsDelete: _Deletes,
+    SupportsStat: _Stats,
+    SupportsListing: _Lists,
+    SupportsNamespaces: _ListsNamespaces,
+    SupportsSweep: _Sweeps,
 }
-"""By whether the inner store can delete, and list."""
 
 
-class _RunningLoopClock:
+class RunningLoopClock:
     """The clock of whatever loop runs."""
 
     def monotonic(self) -> float:
@@ -346,18 +313,6 @@ class _RunningLoopClock:
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> TimerHandle:
         return asyncio.get_running_loop().call_later(delay_s, callback)
-
-
-def _checked_answer(answer: object, limit: int) -> int:
-    is_count = isinstance(answer, (int, np.integer)) and not isinstance(answer, bool)
-    if not is_count or not 0 <= answer <= limit:  # type: ignore[operator]
-        raise StoreUnavailable(f"answered {answer!r}, expected 0 .. {limit}")
-    return int(answer)  # type: ignore[call-overload, no-any-return]
-
-
-def _is_fault(error: Exception) -> bool:
-    # What the library raises on purpose otherwise is a mistake of the caller, the same at every try.
-    return isinstance(error, StoreError) or not isinstance(error, HiCacheError)
 
 
 def _checked_seconds(name: str, value: float, *, zero_too: bool = False) -> float:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Self
 
+from ..core.keys import namespace_of
 from ..errors import ConfigError, StoreUnavailable
-from ..types import Stop, StopToken
+from ..types import ObjectStat, Stop, StopToken
 from ._buffers import check_buffers
 from ._url import url_options
 
@@ -22,20 +24,23 @@ class MemoryStore:
 
     Args:
         max_bytes: payload bytes kept at most; None: no bound.
+        time: seconds since 1970, for :meth:`stat`.
     """
 
-    def __init__(self, max_bytes: int | None = None) -> None:
+    def __init__(self, max_bytes: int | None = None, *, time: Callable[[], float] = time.time) -> None:
         if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < 0):
             raise ConfigError(f"max_bytes is {max_bytes!r}; give an integer >= 0, or None for no bound")
         self._max_bytes = max_bytes
+        self._time = time
         self._objects: dict[str, bytes] = {}  # least recently used first
+        self._used_s: dict[str, float] = {}
         self._nbytes = 0
         self._closed = False
 
     @classmethod
     def from_url(cls, url: str, **options: object) -> Self:
         """Open ``memory:`` or ``memory:?max_bytes=1000000``."""
-        return cls(**url_options(url, options, {"max_bytes": int}))  # type: ignore[arg-type]
+        return cls(**url_options(url, options, {"max_bytes": int, "time": None}))  # type: ignore[arg-type]
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +94,7 @@ class MemoryStore:
             if not self._make_room(page.nbytes, own):
                 return count
             self._objects[key] = bytes(page)
+            self._used_s[key] = self._time()
             self._nbytes += page.nbytes
         return len(keys)
 
@@ -102,20 +108,37 @@ class MemoryStore:
         self._check_open()
         return tuple(self._objects)
 
+    async def stat(self, keys: Sequence[str]) -> Sequence[ObjectStat | None]:
+        """Return for each key what is known of its object; None: there is none."""
+        self._check_open()
+        return [self._stat(key) for key in keys]
+
+    async def list_namespaces(self) -> Sequence[str]:
+        """Return the namespace digests of its objects, in order of name."""
+        self._check_open()
+        return sorted({namespace_of(key) for key in self._objects} - {""})
+
     async def aclose(self) -> None:
         """Forget everything; later calls raise StoreUnavailable."""
         self._closed = True
         self._objects.clear()
+        self._used_s.clear()
         self._nbytes = 0
 
     def _check_open(self) -> None:
         if self._closed:
             raise StoreUnavailable("the store was closed; open another one")
 
+    def _stat(self, key: str) -> ObjectStat | None:
+        payload = self._objects.get(key)
+        return None if payload is None else ObjectStat(len(payload), self._used_s.get(key, 0.0))
+
     def _touch(self, key: str) -> None:
         self._objects[key] = self._objects.pop(key)
+        self._used_s[key] = self._time()
 
     def _remove(self, key: str) -> int:
+        self._used_s.pop(key, None)
         self._nbytes -= len(self._objects.pop(key))
         return 1
 

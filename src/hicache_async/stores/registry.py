@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import Any, Protocol, Self, cast, runtime_checkable
-from urllib.parse import parse_qsl, urlencode
+from typing import Protocol, Self, cast, runtime_checkable
 
 from ..abc import Store
 from ..errors import ConfigError
-from ._url import url_options
-from .guard import GuardedStore
+from ._composed import TIERED, Wrapped, open_tiered, query_names, tiered_accepts
 
 ENTRY_POINT_GROUP = "hicache_async.stores"
 
@@ -20,18 +19,8 @@ _BUILT_IN = {
     "null": "hicache_async.stores.null:NullStore",
     "memory": "hicache_async.stores.memory:MemoryStore",
     "file": "hicache_async.stores.file:FileStore",
-}
-_GUARD = "guard+"
-_GUARD_OPTIONS: dict[str, Callable[[str], object] | None] = {
-    "guard_timeout_s": float,
-    "guard_lookup_timeout_s": float,
-    "guard_max_attempts": int,
-    "guard_backoff_s": float,
-    "guard_max_failures": int,
-    "guard_cooldown_s": float,
-    "guard_max_cooldown_s": float,
-    "guard_clock": None,
-    "guard_draw": None,
+    "shm": "hicache_async.stores.shm:ShmStore",
+    "mmap": "hicache_async.stores.mmap:MmapStore",
 }
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")  # RFC 3986, lower case
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -63,30 +52,35 @@ class Registry:
             raise ConfigError(f"scheme {scheme!r} is taken by {taken}; choose another for {target}")
 
     def open(self, url: str, **options: object) -> Store:
-        """Return the store behind ``url``, for ``guard+`` and a URL inside a :class:`GuardedStore`.
+        """Return the store behind ``url``, in the wrappers that its prefixes name.
 
         Raises: ConfigError: an unknown scheme, a class that cannot be imported, or a wrong option.
         """
-        if url.startswith(_GUARD):
-            return self._open_guarded(url, options)
+        if (wrapped := Wrapped.of(url)) is not None:
+            return wrapped.open(options, self.open, self.accepted_options)
+        if url.partition(":")[0] == TIERED:
+            return open_tiered(url, options, self.open, self.accepted_options)
+        return cast("Store", _import(self._target_of(url)).from_url(url, **options))
+
+    def accepted_options(self, url: str) -> frozenset[str]:
+        """Return the names of the options that whatever opens ``url`` takes, and ``url`` does not give itself.
+
+        Raises: ConfigError: as :meth:`open`.
+        """
+        if (wrapped := Wrapped.of(url)) is not None:
+            return wrapped.accepted(self.accepted_options)
+        if url.partition(":")[0] == TIERED:
+            return tiered_accepts(url, self.accepted_options)
+        return _option_names(_import(self._target_of(url))) - query_names(url)
+
+    def _target_of(self, url: str) -> str:
         scheme, colon, _ = url.partition(":")
         target = self._target(scheme) if colon else None
         if target is None:
-            known = sorted({*self._targets, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+            points = (point.name for point in entry_points(group=ENTRY_POINT_GROUP))
+            known = sorted({*self._targets, *points, TIERED})
             raise ConfigError(f"no store opens {url!r}; its scheme must be one of: {', '.join(known)}")
-        return cast("Store", _import(target).from_url(url, **options))
-
-    def _open_guarded(self, url: str, options: Mapping[str, object]) -> Store:
-        # Options that begin with guard_ are the guard's, all others those of the store inside.
-        head, _, query = url.partition("?")
-        pairs = parse_qsl(query, keep_blank_values=True)
-        ours = urlencode([pair for pair in pairs if pair[0].startswith("guard_")])
-        rest = urlencode([pair for pair in pairs if not pair[0].startswith("guard_")])
-        given = {name: value for name, value in options.items() if name.startswith("guard_")}
-        inner_options = {name: value for name, value in options.items() if name not in given}
-        known: dict[str, Any] = url_options(f"{head}?{ours}", given, _GUARD_OPTIONS)
-        inner = self.open(head.removeprefix(_GUARD) + (f"?{rest}" if rest else ""), **inner_options)
-        return GuardedStore(inner, **{name.removeprefix("guard_"): value for name, value in known.items()})
+        return target
 
     def _target(self, scheme: str) -> str | None:
         if scheme in self._targets:
@@ -110,6 +104,12 @@ def _import(target: str) -> type[_OpensByUrl]:
     return found
 
 
+def _option_names(opened: type[_OpensByUrl]) -> frozenset[str]:
+    # Those arguments that a class takes by keyword only: beside them stands what it is opened on.
+    parameters = inspect.signature(opened).parameters.values()
+    return frozenset(each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
 # The one table of the process, as schemes are: register_store() is a start-up declaration like an entry
 # point. Nothing else is kept here; an application that wants its own table makes a Registry.
 _registry = Registry(_BUILT_IN)
@@ -119,9 +119,10 @@ def open_store(url: str, **options: object) -> Store:
     """Return the store behind ``url``, as ``file:///data/kv?existence_ttl_s=2``.
 
     Args:
-        url: the scheme chooses the class; the query may hold options. ``guard+`` before it puts a
-            :class:`GuardedStore` around the store; its options begin with ``guard_``, as in
-            ``guard+file:///data/kv?guard_timeout_s=2``.
+        url: the scheme chooses the class; the query may hold options. Each of ``guard+``, ``zstd+``, ``fp8+``
+            and ``aesgcm+`` before it puts a wrapper around the store behind it, whose options begin with its
+            name, as in ``guard+zstd+file:///data/kv?guard_timeout_s=2&zstd_level=1``.
+            ``tiered:?fast=URL&slow=URL`` takes two URLs, percent-encoded.
         options: further options of that class; they win over the query.
 
     Raises: ConfigError: an unknown scheme or option.
@@ -139,3 +140,14 @@ def register_store(scheme: str, target: str) -> None:
     Raises: ConfigError: a name that cannot work, or a scheme that another class has.
     """
     _registry.register(scheme, target)
+
+
+def accepted_options(url: str) -> frozenset[str]:
+    """Return the names of the options that :func:`open_store` may still be given for ``url``.
+
+    They are the arguments that its class, each wrapper and each tier take by keyword only, less those that
+    ``url`` gives itself: so whoever offers a default cannot overrule what was written down.
+
+    Raises: ConfigError: an unknown scheme.
+    """
+    return _registry.accepted_options(url)
