@@ -13,12 +13,14 @@ from collections.abc import Sequence
 import structlog
 import torch
 
-from . import file, flow, inflight, storm, tree
+from . import codec, file, flow, inflight, slots, storm, tree
 from .harness import Benchmark, Record, choose
 
 BENCHMARKS: list[Benchmark] = [
     *tree.BENCHMARKS,
     *file.BENCHMARKS,
+    *slots.BENCHMARKS,
+    *codec.BENCHMARKS,
     *flow.BENCHMARKS,
     *inflight.BENCHMARKS,
     *storm.BENCHMARKS,

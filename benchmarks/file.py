@@ -2,65 +2,63 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from itertools import count
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from hicache_async import StopToken
 from hicache_async.stores import FileStore
 
-from .harness import Benchmark, Record, measure, timed, timed_async, undone
-from .raw_files import RawFiles, buffers
+from .harness import Benchmark, Record, measure, prepared, repeated, timed, timed_async, undone
+from .objects import Objects
+from .raw_files import RawFiles, empty_files, scratch_directory
 
 SIZES = {64 << 10: 256, 1 << 20: 64, 8 << 20: 16}
 """Bytes of an object, and how many objects one call moves."""
 
+WRITE_OPTIONS: list[dict[str, Any]] = [{"max_bytes": 1 << 40}, {"unnamed_temp": True}]
+"""Options that a write may cost something; measured with the smallest objects."""
 
-class Objects:
-    """Objects of one size for one call of the store.
+DURABLE_SIZES = {64 << 10: 64, 1 << 20: 16}
+"""Like ``SIZES``, for calls that wait for the disk."""
+
+NUM_LOOKUPS = 512
+LOOKUP_NBYTES = 4096
+"""Bytes of an object that is only looked up."""
+LOOKUP_REPEATS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A store's objects, and files of the floor beside it.
 
     Attributes:
-        keys: under which they were written last.
+        directory: where both are.
     """
 
-    def __init__(self, store: FileStore, size: int, num_objects: int) -> None:
-        self.store = store
-        self.size = size
-        self.pages = buffers(num_objects, size)
-        self.keys: list[str] = []
-        self._numbers = count()
-
-    async def write(self) -> None:
-        """Write them under names that were never used before."""
-        self.keys = [f"{next(self._numbers):064x}" for _ in self.pages]
-        assert await self.store.write(self.keys, self.pages) == len(self.pages)
-
-    async def read(self) -> None:
-        """Read and verify them."""
-        assert await self.store.read(self.keys, self.pages, StopToken()) == len(self.pages)
+    directory: Path
+    objects: Objects
+    raw: RawFiles
 
     async def clear(self) -> None:
-        """Delete them."""
-        await self.store.delete(self.keys)
-
-    @property
-    def params(self) -> dict[str, int | str]:
-        """What tells records apart."""
-        return {"size": self.size, "objects": len(self.pages)}
+        """Take from all files what they hold."""
+        empty_files(self.directory, min_nbytes=self.objects.size)
+        self.raw.paths.clear()
 
 
 @asynccontextmanager
-async def workload(size: int, num_objects: int) -> AsyncIterator[tuple[Objects, RawFiles]]:
-    """Make a store and the floor's files in one temporary directory.
+async def workload(size: int, num_objects: int, **options: Any) -> AsyncIterator[Workload]:
+    """Make a workload.
 
-    The store believes nothing of what it has seen, like one that was just opened.
+    Args:
+        options: of the store. It believes nothing of what it has seen, unless one says otherwise.
     """
-    with tempfile.TemporaryDirectory(prefix="hicache-bench-") as name:
-        store = FileStore(Path(name) / "store", existence_ttl_s=0)
+    with scratch_directory() as path:
+        store = FileStore(path / "store", **{"existence_ttl_s": 0, **options})
         try:
-            yield Objects(store, size, num_objects), RawFiles(Path(name) / "raw")
+            yield Workload(path, Objects(store, size, num_objects), RawFiles(path / "raw"))
         finally:
             await store.aclose()
 
@@ -72,12 +70,13 @@ async def read_records(quick: bool) -> AsyncIterator[Record]:
 
 
 async def _read(size: int, num_objects: int, rounds: int) -> Record:
-    async with workload(size, num_objects) as (objects, raw):
+    async with workload(size, num_objects) as load:
+        objects, raw = load.objects, load.raw
         await objects.write()
         raw.write(objects.pages)
         return await measure(
             "file.read",
-            objects.params,
+            objects.params(),
             timed_async(objects.read, pieces=num_objects),
             timed(lambda: raw.read(objects.pages), pieces=num_objects),
             floor_name="open, readv, close",
@@ -88,25 +87,95 @@ async def _read(size: int, num_objects: int, rounds: int) -> Record:
 
 async def write_records(quick: bool) -> AsyncIterator[Record]:
     """Write objects under fresh names by one call of the store, not synced; for each object."""
-    for size, num_objects in SIZES.items():
-        yield await (_write(size, 4, rounds=3) if quick else _write(size, num_objects, rounds=31))
+    for size, options in [*((size, {}) for size in SIZES), *((min(SIZES), each) for each in WRITE_OPTIONS)]:
+        num_objects, rounds = (4, 3) if quick else (SIZES[size], 31)
+        yield await _write(size, num_objects, rounds, **options)
 
 
-async def _write(size: int, num_objects: int, rounds: int) -> Record:
-    async with workload(size, num_objects) as (objects, raw):
-
-        async def clear_raw() -> None:
-            raw.clear()
-
+async def _write(size: int, num_objects: int, rounds: int, **options: Any) -> Record:
+    async with workload(size, num_objects, **options) as load:
+        objects, raw = load.objects, load.raw
         return await measure(
             "file.write",
-            objects.params,
-            undone(timed_async(objects.write, pieces=num_objects), objects.clear),
-            undone(timed(lambda: raw.write(objects.pages), pieces=num_objects), clear_raw),
+            objects.params(**{name: str(value) for name, value in options.items()}),
+            undone(timed_async(objects.write, pieces=num_objects), load.clear),
+            undone(timed(lambda: raw.write(objects.pages), pieces=num_objects), load.clear),
             floor_name="open, write, close, rename",
             unit="us",
             rounds=rounds,
         )
 
 
-BENCHMARKS = [Benchmark("file.read", read_records), Benchmark("file.write", write_records)]
+async def write_durable_records(quick: bool) -> AsyncIterator[Record]:
+    """Write objects under fresh names by one call of the store, as durable as each mode is; for each object.
+
+    The files stay to the end: the next sync would have to write down that they are gone.
+    """
+    for size, num_objects in DURABLE_SIZES.items():
+        for mode in ("none", "batch", "each"):
+            yield await _write_durable(mode, size, *((4, 2) if quick else (num_objects, 15)))
+
+
+async def _write_durable(mode: str, size: int, num_objects: int, rounds: int) -> Record:
+    async with (
+        workload(size, num_objects, durability=mode) as load,
+        workload(size, num_objects, durability="each") as other,
+    ):
+        objects, in_turn, raw = load.objects, other.objects, load.raw
+        floors = {
+            "mode=each": timed_async(in_turn.write, pieces=num_objects),
+            "the same calls, raw": timed(lambda: raw.write(objects.pages, synced=True), pieces=num_objects),
+        }
+        floor_name = "the same calls, raw" if mode == "each" else "mode=each"
+        return await measure(
+            "file.write_durable",
+            objects.params(mode=mode),
+            timed_async(objects.write, pieces=num_objects),
+            floors[floor_name],
+            floor_name=floor_name,
+            unit="us",
+            rounds=rounds,
+        )
+
+
+async def exists_records(quick: bool) -> AsyncIterator[Record]:
+    """Look up objects that all exist: known to the index, or asked of the directory in one hop."""
+    rounds = 3 if quick else 51
+    async with workload(LOOKUP_NBYTES, NUM_LOOKUPS, existence_ttl_s=5.0) as load:
+        objects = load.objects
+        await objects.write()
+        known = frozenset(objects.keys)
+
+        async def compare(keys: Sequence[str]) -> None:
+            assert known.issuperset(keys)
+
+        yield await measure(
+            "file.exists512",
+            objects.params(indexed="yes"),
+            repeated(prepared(objects.new_keys, objects.look_up), LOOKUP_REPEATS),
+            repeated(prepared(objects.new_keys, compare), LOOKUP_REPEATS),
+            floor_name="set.issuperset",
+            unit="us",
+            rounds=rounds,
+        )
+    async with workload(LOOKUP_NBYTES, NUM_LOOKUPS) as load:
+        objects, raw = load.objects, load.raw
+        await objects.write()
+        raw.write(objects.pages)
+        yield await measure(
+            "file.exists512",
+            objects.params(indexed="no"),
+            timed_async(lambda: objects.look_up(objects.keys)),
+            timed_async(lambda: asyncio.to_thread(raw.exist)),
+            floor_name="os.path.exists in a thread",
+            unit="us",
+            rounds=rounds,
+        )
+
+
+BENCHMARKS = [
+    Benchmark("file.read", read_records),
+    Benchmark("file.write", write_records),
+    Benchmark("file.write_durable", write_durable_records),
+    Benchmark("file.exists512", exists_records),
+]

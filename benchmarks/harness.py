@@ -8,6 +8,9 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 UNITS = {"us": 1e6, "ms": 1e3, "s": 1.0}
 """How many of each unit are a second."""
@@ -87,6 +90,18 @@ def timed_async(work: Callable[[], Awaitable[object]], *, pieces: int = 1) -> Sa
         start = time.perf_counter()
         await work()
         return (time.perf_counter() - start) / pieces
+
+    return sample
+
+
+def prepared(prepare: Callable[[], T], work: Callable[[T], Awaitable[object]]) -> Sample:
+    """Return a sample that awaits ``work`` with what ``prepare`` has made for it, which is not timed."""
+
+    async def sample() -> float:
+        material = prepare()
+        start = time.perf_counter()
+        await work(material)
+        return time.perf_counter() - start
 
     return sample
 

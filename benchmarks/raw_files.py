@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import mmap
 import os
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
 
 class RawFiles:
-    """Pages in files of one directory, each under a name that was never used before."""
+    """Pages in files of one new directory, each under a name that was never used before."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True)
@@ -18,8 +22,8 @@ class RawFiles:
         self._numbers = count()
         self.paths: list[str] = []
 
-    def write(self, pages: Sequence[memoryview]) -> None:
-        """Write each page to a temporary file and rename it."""
+    def write(self, pages: Sequence[memoryview], *, synced: bool = False) -> None:
+        """Write each page to a temporary file and rename it; when ``synced`` both last before the next one."""
         for page in pages:
             path = f"{self._directory}/{next(self._numbers):064x}"
             temp = path + ".temp"
@@ -27,9 +31,18 @@ class RawFiles:
             written = os.write(fd, page)
             while written < page.nbytes:
                 written += os.write(fd, page[written:])
+            if synced:
+                os.fdatasync(fd)
             os.close(fd)
             os.rename(temp, path)
+            if synced:
+                self._sync_directory()
             self.paths.append(path)
+
+    def _sync_directory(self) -> None:
+        fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        os.fsync(fd)
+        os.close(fd)
 
     def read(self, into: Sequence[memoryview]) -> None:
         """Read each file into its buffer."""
@@ -40,11 +53,33 @@ class RawFiles:
                 filled += os.readv(fd, (page[filled:],))
             os.close(fd)
 
-    def clear(self) -> None:
-        """Delete the files."""
-        for path in self.paths:
-            os.unlink(path)
-        self.paths.clear()
+    def exist(self) -> bool:
+        """Return whether all files are there, asked one by one."""
+        return all(map(os.path.exists, self.paths))
+
+
+def empty_files(directory: str | os.PathLike[str], min_nbytes: int = 1) -> None:
+    """Give back what the files below a directory hold that are at least so large, but do not remove them.
+
+    ext4 never gives the inode of a file to another one within a minute or more of its removal
+    (``recently_deleted``), and looks at each of those whenever a file is made: ten times the cost of making
+    it, after a few thousand removals.
+    """
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            if os.path.getsize(path := os.path.join(folder, name)) >= min_nbytes:
+                os.truncate(path, 0)
+
+
+@contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """Make a temporary directory whose files are emptied in the end, and removed when the process ends."""
+    path = Path(tempfile.mkdtemp(prefix="hicache-bench-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    try:
+        yield path
+    finally:
+        empty_files(path)
 
 
 def buffers(num_pages: int, page_nbytes: int) -> list[memoryview]:

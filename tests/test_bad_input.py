@@ -148,10 +148,16 @@ def test_tensors_that_disagree(build: Callable[[], object], parts: tuple[str, ..
         ),
         ({"host_reserve_bytes": 1 << 60}, ("bytes are free and host_reserve_bytes keeps", "lower")),
         (
-            {"host_layout": "head_grouped"},
-            ("host_layout head_grouped is not available", "choose layer_first"),
+            {"host_layout": "head_grouped", "head_group": 3},
+            (
+                "head_group is 3; it must divide the model's 2 KV heads and the 2 of this rank",
+                "set it to 2 /",
+            ),
         ),
-        ({"key_scheme": "unified"}, ("key_scheme is unified", "only rank_suffix")),
+        (
+            {"key_scheme": "unified", "pp_size": 2},
+            ("total_layers is not set", "pp_size 2", "set total_layers to that of the model"),
+        ),
     ],
 )
 async def test_parts_that_do_not_fit_together(options: dict[str, Any], parts: tuple[str, ...]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks.geometry import PAGE_SIZE
+from benchmarks import codec, file, slots
+from benchmarks.geometry import PAGE_NBYTES, PAGE_SIZE
 from benchmarks.harness import (
     Benchmark,
     Sample,
@@ -20,17 +23,21 @@ from benchmarks.harness import (
     counted,
     interleave,
     measure,
+    prepared,
     repeated,
     timed,
     timed_async,
     undone,
 )
+from benchmarks.objects import Objects
 from benchmarks.peers import __main__ as peers
-from benchmarks.peers import flow_ours
+from benchmarks.peers import files_ours, files_sides, flow_ours
 from benchmarks.peers.flow_sides import remove_objects
 from benchmarks.peers.samples import Series
 from benchmarks.peers.tree_sides import NUM_SAMPLES
+from benchmarks.raw_files import RawFiles, buffers, empty_files
 from benchmarks.trees import CHAIN, Leaves
+from hicache_async.stores import MemoryStore
 
 ROOT = Path(__file__).parents[1]
 FIELDS = ["name", "params", "value", "unit", "floor", "floor_name", "ratio"]
@@ -101,6 +108,24 @@ async def test_samples_count_calls_and_undo_what_they_did() -> None:
     await undone(timed(lambda: calls.append("sync"), repeats=3), undo)()
     await undone(timed_async(work, pieces=2), undo)()
     assert calls == ["sync", "sync", "sync", "undo", "work", "undo"]
+
+
+@pytest.mark.asyncio
+async def test_a_prepared_sample_makes_its_material_anew() -> None:
+    """Each sample works on what was prepared for it, and preparing comes before."""
+    calls: list[str] = []
+    numbers = iter("12")
+
+    def prepare() -> str:
+        calls.append("prepare")
+        return next(numbers)
+
+    async def work(number: str) -> None:
+        calls.append(number)
+
+    sample = prepared(prepare, work)
+    assert await sample() >= 0 and await sample() >= 0
+    assert calls == ["prepare", "1", "prepare", "2"]
 
 
 @pytest.mark.asyncio
@@ -176,6 +201,76 @@ def test_a_quick_run_prints_one_json_object_a_line() -> None:
         assert record["value"] > 0 and record["floor"] > 0 and record["ratio"] > 0
 
 
+STORE_RECORDS = {
+    "file.read": [{"size": size} for size in file.SIZES],
+    "file.write": [
+        *({"size": size} for size in file.SIZES),
+        {"size": 65536, "max_bytes": str(1 << 40)},
+        {"size": 65536, "unnamed_temp": "True"},
+    ],
+    "file.write_durable": [
+        {"mode": mode, "size": size} for size in file.DURABLE_SIZES for mode in ("none", "batch", "each")
+    ],
+    "file.exists512": [{"indexed": "yes", "size": 4096}, {"indexed": "no", "size": 4096}],
+    "slots.read": [{"store": store, "size": size} for store in ("shm", "mmap") for size in slots.SIZES],
+    "slots.write": [{"store": store, "size": size} for store in ("shm", "mmap") for size in slots.SIZES],
+    "codec.read": [{"codec": name, "size": codec.SIZE} for name in ("zstd", "aesgcm")],
+    "codec.write": [{"codec": name, "size": codec.SIZE} for name in ("zstd", "aesgcm")],
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", STORE_RECORDS)
+async def test_each_store_is_measured_with_each_option(name: str) -> None:
+    """A benchmark of a store has a record for each set of params, with a time of its own and a floor."""
+    (benchmark,) = (one for one in command.BENCHMARKS if one.name == name)
+    records = [record async for record in benchmark.records(True)]
+    params = [{key: record.params[key] for key in record.params if key != "objects"} for record in records]
+    assert params == STORE_RECORDS[name]
+    assert all(record.value > 0 and record.floor > 0 for record in records)
+
+
+@pytest.mark.asyncio
+async def test_batches_are_compared_with_objects_synced_one_by_one() -> None:
+    """The ratio of writes that are synced by the batch is to the same writes synced each, those to system calls."""
+    floors = {record.params["mode"]: record.floor_name async for record in file.write_durable_records(True)}
+    assert floors == {"none": "mode=each", "batch": "mode=each", "each": "the same calls, raw"}
+
+
+def test_a_raw_write_is_synced_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The floor of a durable write syncs each file before it has its name, and then the directory."""
+    calls: list[str] = []
+    monkeypatch.setattr(os, "fdatasync", lambda fd: calls.append("file"))
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(f"directory of {len(os.listdir(fd))}"))
+    raw = RawFiles(tmp_path / "raw")
+    raw.write(buffers(2, 4096), synced=True)
+    assert calls == ["file", "directory of 1", "file", "directory of 2"]
+    raw.write(buffers(1, 4096))
+    assert len(calls) == 4
+
+
+def test_files_of_a_size_are_emptied_and_stay(tmp_path: Path) -> None:
+    """What is written again and again does not fill the disk, and no file is removed for that."""
+    small, large = tmp_path / "small", tmp_path / "folder" / "large"
+    large.parent.mkdir()
+    small.write_bytes(bytes(7))
+    large.write_bytes(bytes(8))
+    empty_files(tmp_path, min_nbytes=8)
+    assert (small.stat().st_size, large.stat().st_size) == (7, 0)
+    empty_files(tmp_path)
+    assert small.stat().st_size == 0
+
+
+@pytest.mark.asyncio
+async def test_keys_are_looked_up_as_new_strings() -> None:
+    """Each lookup hashes its keys like a request that has just made them."""
+    objects = Objects(MemoryStore(), 64, 3)
+    await objects.write()
+    keys = objects.new_keys()
+    assert keys == objects.keys
+    assert not any(new is key for new, key in zip(keys, objects.keys, strict=True))
+
+
 def test_prefetches_in_flight_are_weighed() -> None:
     """Each count has its record, with time, memory and lateness of the loop; memory stays bounded for each request."""
     records = run_module("benchmarks", "--quick", "--only", "inflight", "--format", "json")
@@ -248,11 +343,44 @@ async def test_our_side_of_the_flows_measures(record: str, monkeypatch: pytest.M
     assert series.get("leaked", [0]) == [0]
 
 
+@pytest.fixture
+def few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files beside others: two of them, in one sample, where the test removes them."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("NUM_PAGES", "NUM_LOOKUPS"):
+        monkeypatch.setattr(files_sides, name, 2)
+    monkeypatch.setattr(files_sides, "NUM_SAMPLES", 1)
+
+
+@pytest.mark.usefixtures("few_files")
+def test_our_side_of_the_files_measures_what_its_suite_names() -> None:
+    """Each record of the files beside others has its samples, of bytes that were verified."""
+    (suite,) = (suite for suite in peers.SUITES if suite.family == "files")
+    for record in suite.records:
+        series = files_ours.RECORDS[record]()
+        assert list(series) == ["seconds"] and len(series["seconds"]) == 1 and series["seconds"][0] > 0
+
+
+@pytest.mark.usefixtures("few_files")
+def test_a_side_that_reads_other_bytes_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a side reads is compared with what it has written."""
+
+    async def read_nothing(self: files_ours.Ours, batch: int) -> None:
+        pass
+
+    monkeypatch.setattr(files_ours.Ours, "read", read_nothing)
+    with pytest.raises(AssertionError, match="is not what was written"):
+        files_ours.RECORDS["fs.read"]()
+
+
 def test_objects_are_removed_once_they_are_counted(tmp_path: Path) -> None:
-    """Files go and folders stay; a number of files that is not that of the pages is an error."""
+    """Files of pages go, others and folders stay; a number of files that is not that of the pages is an error."""
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "object").touch()
+    page, manifest = tmp_path / "folder" / "page", tmp_path / "folder" / "manifest"
+    page.touch()
+    manifest.touch()
+    os.truncate(page, PAGE_NBYTES)
     with pytest.raises(AssertionError, match="1 files"):
         remove_objects(str(tmp_path), 2 * PAGE_SIZE)
     remove_objects(str(tmp_path), PAGE_SIZE)
-    assert list(tmp_path.rglob("*")) == [tmp_path / "folder"]
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "folder", manifest]

@@ -579,8 +579,8 @@ class HalfAPage:
     ("options", "message"),
     [
         ({"page_size": 8}, "page_size is 8 in the config and 4 in kv"),
-        ({"host_layout": "head_grouped"}, "head_grouped is not available"),
-        ({"key_scheme": "unified"}, "key_scheme is unified"),
+        ({"host_layout": "head_grouped", "head_group": 3}, "head_group is 3; it must divide"),
+        ({"key_scheme": "unified", "token_group": 3}, "token_group is 3; it must divide"),
         ({"host_bytes": 100}, "host_bytes is 100, less than one page"),
         ({"host_bytes": 1 << 60}, "host_bytes is .* lower host_bytes"),
         ({"host_ratio": 1.0}, "host_ratio is 1.0, a host pool of 16 pages"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hicache_async.config import (
+    IO_MODES,
     CacheConfig,
     HostLayout,
     IoMode,
@@ -60,6 +61,13 @@ DEFAULTS: dict[str, object] = {
     "group_timeout_s": 60.0,
     "on_rank_loss": "no_reuse",
     "key_scheme": "rank_suffix",
+    "total_kv_heads": None,
+    "head_group": None,
+    "tp_lcm_size": None,
+    "layer_partition": None,
+    "first_layer": None,
+    "total_layers": None,
+    "token_group": None,
     "tp_rank": 0,
     "tp_size": 1,
     "pp_rank": 0,
@@ -84,6 +92,13 @@ INTEGERS: dict[str, tuple[list[int], str, list[int]]] = {
     "max_loads_in_flight": ([1, 1 << 10], ">= 1 and <= 1024", [0, (1 << 10) + 1]),
     "max_offloads_in_flight": ([1, 1 << 16], ">= 1 and <= 65536", [0, (1 << 16) + 1]),
     "max_backups_pending": ([1, 1 << 24], ">= 1 and <= 16777216", [0, (1 << 24) + 1]),
+    "total_kv_heads": ([1, 1 << 20], ">= 1 and <= 1048576", [0, -1, (1 << 20) + 1]),
+    "head_group": ([1, 1 << 20], ">= 1 and <= 1048576", [0, -1, (1 << 20) + 1]),
+    "tp_lcm_size": ([1, 1 << 20], ">= 1 and <= 1048576", [0, -1, (1 << 20) + 1]),
+    "layer_partition": ([1, 1 << 20], ">= 1 and <= 1048576", [0, -1, (1 << 20) + 1]),
+    "first_layer": ([0, 1 << 20], ">= 0 and <= 1048576", [-1, (1 << 20) + 1]),
+    "total_layers": ([1, 1 << 20], ">= 1 and <= 1048576", [0, -1, (1 << 20) + 1]),
+    "token_group": ([1, 1 << 20], ">= 1 and <= 1048576", [0, -1, (1 << 20) + 1]),
     "tp_size": ([1, 1 << 16], ">= 1 and <= 65536", [0, (1 << 16) + 1]),
     "pp_size": ([1, 1 << 16], ">= 1 and <= 65536", [0, (1 << 16) + 1]),
     "cp_size": ([1, 1 << 16], ">= 1 and <= 65536", [0, (1 << 16) + 1]),
@@ -124,8 +139,13 @@ PAIRS = {
 }
 
 
+UNIFIED_ONLY = {"head_group", "tp_lcm_size", "layer_partition", "first_layer", "total_layers", "token_group"}
+"""What says how objects are cut for ranks of other shapes."""
+
+
 def config_with(**options: Any) -> CacheConfig:
-    return CacheConfig(**options)
+    """Return a config of these options, under the key scheme that takes them."""
+    return CacheConfig(**({"key_scheme": "unified"} if UNIFIED_ONLY & set(options) else {}) | options)
 
 
 def cases(table: dict[str, tuple[list[Any], str, list[Any]]], column: int) -> list[tuple[Any, ...]]:
@@ -246,6 +266,29 @@ def test_layout_and_io_mode(layout: HostLayout, mode: IoMode) -> None:
         CacheConfig(host_layout=layout, io_mode=mode)
     assert f"host_layout {layout} does not go with io_mode {mode}" in str(caught.value)
     assert "layer_first: kernel, direct; page_first: kernel" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(UNIFIED_ONLY))
+@pytest.mark.parametrize("layout", HostLayout)
+def test_how_objects_are_cut_is_said_to_the_unified_scheme_only(name: str, layout: HostLayout) -> None:
+    """Under rank_suffix it would change nothing, and is refused; but head_grouped groups its heads by it."""
+    options: dict[str, Any] = {"host_layout": layout, "io_mode": IO_MODES[layout][0], name: 2}
+    if layout is HostLayout.HEAD_GROUPED and name in {"head_group", "tp_lcm_size"}:
+        assert getattr(CacheConfig(**options), name) == 2
+        return
+    with pytest.raises(
+        NamespaceError, match=f"^{name} is 2 and key_scheme is rank_suffix, .*set key_scheme to unif"
+    ):
+        CacheConfig(**options)
+
+
+def test_the_lcm_is_a_multiple() -> None:
+    """A least common multiple of tp sizes that this tp size does not divide was computed without it."""
+    assert config_with(tp_lcm_size=8, tp_size=4, tp_rank=3).tp_lcm_size == 8
+    with pytest.raises(
+        NamespaceError, match=r"^tp_lcm_size is 8, no multiple of tp_size 3; set it to the least"
+    ):
+        config_with(tp_lcm_size=8, tp_size=3)
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp", "cp"])

@@ -16,6 +16,7 @@ LAST_LINES = {
     "04_kv_events.py": "to green, which has 192 of 200 tokens; the engines: {'blue': 0, 'green': 192}",
     "05_ranks.py": "again: computed from token 128 on rank 0, from token 128 on rank 1",
     "06_sync_engine.py": "384 of 580 prompt tokens were cached",
+    "07_doctor.py": "with what the doctor said: 192 of 200 tokens from the store",
 }
 
 

@@ -14,6 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,17 @@ SUITES = [
             "tree.match.nodes512": "us",
             "tree.pin.nodes512": "us",
             "tree.evict1of2000": "us",
+        },
+    ),
+    Suite(
+        "lmcache",
+        "files",
+        {
+            "fs.read": "ms",
+            "fs.write": "ms",
+            "fs.lookup512": "ms",
+            "fs_native.read": "ms",
+            "fs_native.write": "ms",
         },
     ),
 ]
@@ -140,9 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = ", ".join(f"{suite.peer}.{record}" for suite in SUITES for record in suite.records)
         print(f"no record's name begins with {options.only!r}; there are: {names}", file=sys.stderr)
         return 2
-    for suite, records in chosen:
-        for line in compare(options.directory, suite, records, options.rounds):
-            print(json.dumps(line), flush=True)
+    with tempfile.TemporaryDirectory(prefix="hicache-bench-") as scratch:
+        os.environ["TMPDIR"] = scratch  # of the sides: their files are removed after the last of them
+        for suite, records in chosen:
+            for line in compare(options.directory, suite, records, options.rounds):
+                print(json.dumps(line), flush=True)
     return 0
 
 

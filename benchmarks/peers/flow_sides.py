@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 from pathlib import Path
 
-from ..geometry import PAGE_SIZE, prompt
+from ..geometry import PAGE_NBYTES, PAGE_SIZE, prompt
 
 NUM_REQUESTS = 15
 REQUEST_TOKENS = 1024
@@ -27,11 +27,15 @@ def requests(num_requests: int) -> list[array.array[int]]:
 
 
 def remove_objects(directory: str, num_tokens: int) -> None:
-    """Remove all files below ``directory``; the folders stay.
+    """Remove all files of pages below ``directory``; folders, and what a store writes for itself, stay.
 
     Raises: AssertionError: there is not one file for each page of ``num_tokens`` tokens.
     """
-    files = [path for path in Path(directory).rglob("*") if path.is_file()]
+    files = [path for path in Path(directory).rglob("*") if path.is_file() and _holds_page(path)]
     assert len(files) == num_tokens // PAGE_SIZE, f"{len(files)} files hold {num_tokens} tokens"
     for path in files:
         path.unlink()
+
+
+def _holds_page(path: Path) -> bool:
+    return path.stat().st_size >= PAGE_NBYTES

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the environment of one side, unless it is there: prepare.sh DIR ours|sglang
+# Makes the environment of one side, unless it is there: prepare.sh DIR ours|sglang|lmcache
 # torch comes first and by its pinned version; any other range may fetch gigabytes for a GPU.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -19,7 +19,7 @@ case $side in
     install -c "$pins" hatchling editables
     install -c "$pins" --no-build-isolation -e "$root"
     ;;
-  sglang)
+  sglang | lmcache)
     # Without their dependencies, most of which are for GPUs: the pins name what is used here.
     install --no-deps -r "$pins"
     ;;

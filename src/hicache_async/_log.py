@@ -26,6 +26,7 @@ EVENTS = frozenset(
         "events.failed",
         "events.replay_refused",
         "host.usage_unreadable",
+        "keys.narrow",
         "prefetch.anchor_not_backed",
         "prefetch.settled",
         "ranks.lost",
@@ -41,8 +42,13 @@ EVENTS = frozenset(
         "store.breaker_opened",
         "store.detached",
         "store.fault",
+        "store.full",
+        "store.other_namespaces",
         "store.private_directory",
         "store.temp_swept",
+        "store.unnamed_temp_refused",
+        "store.trimming",
+        "store.undeletable",
         "store.unwritable",
     }
 )

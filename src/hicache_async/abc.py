@@ -45,13 +45,17 @@ class HostFence(Fence, Protocol):
 
 
 class PagedBytes(Protocol):
-    """The bytes of one tier as planes: for each layer K and V (MLA: one), each (num_pages, nbytes)."""
+    """The bytes of one tier as planes: for each layer K and V (MLA: one), each (num_pages, nbytes).
+
+    A plane may have more axes behind the page where its bytes lie apart; flattened these are the same nbytes,
+    in the order (token, head, dim).
+    """
 
     num_layers: int
     num_pages: int
 
     def planes(self, layer: int) -> Sequence[torch.Tensor]:
-        """Return the uint8 planes of ``layer``, each of shape (num_pages, plane_nbytes), not copied."""
+        """Return the uint8 planes of ``layer``, each of shape (num_pages, plane_nbytes) or cut finer, not copied."""
         ...
 
 

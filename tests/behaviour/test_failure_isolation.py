@@ -19,7 +19,7 @@ from hicache_async.testing.faults import FlakyStore, HangingStore, HeldStore, St
 from hicache_async.types import StopToken
 from tests.flows.explaining import explained
 from tests.flows.rig import Opener, Rig, driven, prefetched, turns
-from tests.flows.stores import ShortReadStore
+from tests.flows.stores import ShortReadStore, page_keys
 from tests.flows.test_close import Logs, events
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.every_loop]
@@ -153,7 +153,7 @@ async def opened(
 
 def open_breaker(guard: GuardedStore) -> None:
     """Open a breaker as failures that went past the store would."""
-    while (admission := guard._breaker.admit()) is not None:
+    while (admission := guard._operations.breaker.admit()) is not None:
         admission.fail("gone")
 
 
@@ -518,10 +518,10 @@ async def test_a_clear_needs_the_breaker_closed(open_cache: Opener) -> None:
     open_breaker(guard)
     with pytest.raises(StoreUnavailable, match="its breaker is open"):
         await rig.cache.admin.clear(Tier.STORE)
-    assert len(await memory.list_keys()) == 2
+    assert len(await page_keys(memory)) == 2
     rig.clock.advance(4.0)
     await rig.cache.admin.clear(Tier.STORE)
-    assert await memory.list_keys() == ()
+    assert await page_keys(memory) == []
     assert await rig.serve("ab") and guard.breaker == "closed"
 
 

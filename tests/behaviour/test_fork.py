@@ -259,7 +259,7 @@ with LoopRunner(lambda: open_cache(store=url), uvloop=uvloop) as runner:
     started.wait()
 
     async def temp_path(cache):
-        return cache._ctx.store._directory._ready().new()
+        return cache._ctx.store._directory._temps.new()
 
     half_written = posted(runner, temp_path)
     Path(half_written).write_bytes(b"half of a page")

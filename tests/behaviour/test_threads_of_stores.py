@@ -18,7 +18,7 @@ from hicache_async.stores import FileStore
 from hicache_async.stores.memory import MemoryStore
 from hicache_async.types import StopToken
 from tests.flows.rig import PAGE_TOKENS, Opener, Rig, prefetched
-from tests.flows.stores import RecordingStore
+from tests.flows.stores import RecordingStore, page_keys
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.every_loop]
 
@@ -80,7 +80,7 @@ async def copy_to(store: FileStore, rig: Rig) -> None:
     """Copy all that a memory store has into ``store``."""
     recording = rig.store
     assert isinstance(recording, RecordingStore) and isinstance(recording.inner, MemoryStore)
-    names = list(await recording.inner.list_keys())
+    names = await page_keys(recording.inner)
     pages = [bytearray(rig.kv.page_nbytes) for _ in names]
     assert await recording.inner.read(names, [memoryview(page) for page in pages], StopToken()) == len(names)
     assert await store.write(names, [memoryview(page) for page in pages]) == len(names)

@@ -53,7 +53,7 @@ class FillingDisk:
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(os, name)
-        if name not in ("open", "writev", "close", "rename", "makedirs"):
+        if name not in ("open", "writev", "close", "rename", "mkdir"):
             return call
 
         def counted(*args: object, **options: object) -> object:

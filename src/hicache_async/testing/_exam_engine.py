@@ -15,7 +15,8 @@ import torch
 
 from ..abc import Device, Ranks, Store
 from ..cache import HiCache
-from ..config import CacheConfig, PrefetchPolicy
+from ..config import CacheConfig, HostLayout, PrefetchPolicy
+from ..core.grid import PageCells, page_cells
 from ..core.hashing import HashChain
 from ..core.tokens import token_bytes
 from ..flows.context import Context
@@ -206,7 +207,9 @@ class ExamEngine:
         """Store a prompt; returns its keys."""
         hashes = page_hashes(letters)
         keys = self.ctx.keys.keys(hashes)
-        objects = [memoryview(page_object(self.kv, each, self.ctx.arena.layout)) for each in hashes]
+        spans = self.ctx.keys.spans(self.kv.page_nbytes)
+        pages = [memoryview(page_object(self.kv, each, *self._stored_order())) for each in hashes]
+        objects = [page[span] for page in pages for span in spans]
         count = await self.plain.write(keys, objects)
         assert count == len(objects), f"{self.plain!r} stored {count} of {len(objects)} pages"
         return keys
@@ -215,12 +218,17 @@ class ExamEngine:
         """Read whatever of a prompt is stored: right or not there; returns how many pages there are."""
         hashes = page_hashes(letters)
         found = 0
-        for key, page_hash in zip(self.ctx.keys.keys(hashes), hashes, strict=True):
+        spans = self.ctx.keys.spans(self.kv.page_nbytes)
+        for page_hash in hashes:
             data = bytearray(self.kv.page_nbytes)
-            if await self.plain.read([key], [memoryview(data)], StopToken()) == 1:
-                check_object(self.kv, bytes(data), page_hash, self.ctx.arena.layout)
+            chunks = [memoryview(data)[span] for span in spans]
+            if await self.plain.read(self.ctx.keys.keys([page_hash]), chunks, StopToken()) == len(chunks):
+                check_object(self.kv, bytes(data), page_hash, *self._stored_order())
                 found += 1
         return found
+
+    def _stored_order(self) -> tuple[HostLayout, PageCells]:
+        return self.ctx.arena.stored_layout, page_cells(self.config, self.kv)
 
     # Coming to rest
 

@@ -59,7 +59,8 @@ class SpoiledPages:
     def _look(self, pages: Pages) -> None:
         for layer in range(self._paged.num_layers):
             for plane in self._paged.planes(layer):
-                wrong = pages[(plane.numpy()[pages] != POISON).any(axis=1)]
+                is_wrong = plane.numpy()[pages] != POISON
+                wrong = pages[is_wrong.any(axis=tuple(range(1, plane.dim())))]
                 if len(wrong):
                     where = type(self._paged).__name__
                     self.touched.append(f"{where} pages {wrong.tolist()}, layer {layer}")
@@ -69,7 +70,7 @@ def check(paged: PagedBytes, page: int, page_hash: bytes) -> None:
     """As ``check_page``, and quick where all is well: the exams look at the same few pages again and again."""
     for layer in range(paged.num_layers):
         for plane, tensor in enumerate(paged.planes(layer)):
-            if tensor.numpy()[page].tobytes() != _golden_bytes(page_hash, layer, plane, tensor.shape[1]):
+            if tensor.numpy()[page].tobytes() != _golden_bytes(page_hash, layer, plane, tensor[page].numel()):
                 check_page(paged, page, page_hash)
 
 

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from ..abc import PagedBytes
 from ..config import HostLayout
+from ..core.grid import WHOLE, PageCells
 from ..memory.device_kv import DeviceKV
 from ..memory.host import POISON
-from ..memory.layout import plane_strides
+from ..memory.layout import PageShape, plane_views
 
 _HEADER = struct.Struct("<8sHBB")  # hash prefix, layer, plane, mark
 _MARK = 0xA7
@@ -54,8 +55,8 @@ def fill_page(paged: PagedBytes, page: int, page_hash: bytes) -> None:
     """Write the golden bytes of ``page_hash`` into ``page`` of a DeviceKV or a HostArena."""
     for layer in range(paged.num_layers):
         for plane, tensor in enumerate(paged.planes(layer)):
-            content = golden_plane(page_hash, layer, plane, tensor.shape[1])
-            tensor[page].copy_(torch.from_numpy(content))
+            content = golden_plane(page_hash, layer, plane, tensor[page].numel())
+            tensor[page].copy_(torch.from_numpy(content).view(tensor.shape[1:]))
 
 
 def check_page(paged: PagedBytes, page: int, page_hash: bytes) -> None:
@@ -67,23 +68,33 @@ def check_page(paged: PagedBytes, page: int, page_hash: bytes) -> None:
     for layer in range(paged.num_layers):
         for plane, tensor in enumerate(paged.planes(layer)):
             where = f"{type(paged).__name__} page {page}"
-            _check_plane(tensor[page].cpu().numpy(), page_hash, layer, plane, where)
+            _check_plane(tensor[page].cpu().numpy().reshape(-1), page_hash, layer, plane, where)
 
 
-def page_object(kv: DeviceKV, page_hash: bytes, layout: HostLayout = HostLayout.PAGE_FIRST) -> bytes:
+def page_object(
+    kv: DeviceKV,
+    page_hash: bytes,
+    layout: HostLayout = HostLayout.PAGE_FIRST,
+    cells: PageCells = WHOLE,
+) -> bytes:
     """Return the golden bytes of a whole page, as a store keeps them.
 
     Args:
         layout: the order of the object; layer_first objects are gathered into page_first order.
+        cells: how a page is cut in head_grouped order.
     """
     content = np.empty(kv.page_nbytes, np.uint8)
-    for layer, plane, place in _places(kv, layout):
-        content[place] = golden_plane(page_hash, layer, plane, place.stop - place.start)
+    for layer, plane, part in _parts(kv, content, layout, cells):
+        part[...] = golden_plane(page_hash, layer, plane, part.size).reshape(part.shape)
     return content.tobytes()
 
 
 def check_object(
-    kv: DeviceKV, data: bytes | memoryview, page_hash: bytes, layout: HostLayout = HostLayout.PAGE_FIRST
+    kv: DeviceKV,
+    data: bytes | memoryview,
+    page_hash: bytes,
+    layout: HostLayout = HostLayout.PAGE_FIRST,
+    cells: PageCells = WHOLE,
 ) -> None:
     """Compare the bytes of a whole page with :func:`page_object`.
 
@@ -93,17 +104,23 @@ def check_object(
     content = np.frombuffer(data, np.uint8)
     if len(content) != kv.page_nbytes:
         raise AssertionError(f"an object of {len(content)} bytes; a page takes {kv.page_nbytes}")
-    for layer, plane, place in _places(kv, layout):
-        _check_plane(content[place], page_hash, layer, plane, "object")
+    for layer, plane, part in _parts(kv, content, layout, cells):
+        _check_plane(part.reshape(-1), page_hash, layer, plane, "object")
 
 
-def _places(kv: DeviceKV, layout: HostLayout) -> Iterator[tuple[int, int, slice]]:
-    """Yield (layer, plane, where its bytes lie in one page); one page alone is page_first if layer_first."""
-    strides = plane_strides(layout, num_layers=kv.num_layers, num_pages=1, plane_nbytes=kv.plane_nbytes)
+def _parts(
+    kv: DeviceKV, content: NDArray[np.uint8], layout: HostLayout, cells: PageCells
+) -> Iterator[tuple[int, int, NDArray[np.uint8]]]:
+    """Yield (layer, plane, view of its bytes) of the bytes of one page."""
+    if layout is HostLayout.LAYER_FIRST:
+        layout = HostLayout.PAGE_FIRST
+    views = [
+        np.ndarray(view.shape, np.uint8, content.data, view.offset, view.strides)
+        for view in plane_views(layout, PageShape.of(kv, cells), 1)
+    ]
     for layer in range(kv.num_layers):
-        for plane, (at, nbytes) in enumerate(zip(strides, kv.plane_nbytes, strict=True)):
-            start = at.offset + layer * at.layer_stride
-            yield layer, plane, slice(start, start + nbytes)
+        for plane, view in enumerate(views):
+            yield layer, plane, view[layer, 0]
 
 
 def _check_plane(found: NDArray[np.uint8], page_hash: bytes, layer: int, plane: int, where: str) -> None:
