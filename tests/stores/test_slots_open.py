@@ -98,8 +98,8 @@ async def test_a_segment_that_exists_gives_its_shape(kind: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"slot_bytes": 4096}, r"has 40 slots of 8192 bytes, and \d+ slots of 4096 bytes are asked for"),
-        ({"slot_bytes": 4096, "max_bytes": None}, "40 slots of 4096 bytes are asked for"),
+        ({"slot_bytes": 16384}, r"has 40 slots of 8192 bytes, and \d+ slots of 16384 bytes are asked for"),
+        ({"slot_bytes": 16384, "max_bytes": None}, "40 slots of 16384 bytes are asked for"),
         ({"max_bytes": 2 * MAX_BYTES}, r"has 40 slots of 8192 bytes, and \d+ slots of 8192 bytes"),
     ],
 )
@@ -111,6 +111,16 @@ async def test_another_shape_is_refused(
     with pytest.raises(ConfigError, match=message) as caught:
         open_slots(kind, tmp_path, **options)
     assert "leave out max_bytes and slot_bytes to take it as it is, or remove" in str(caught.value)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("options", [{"slot_bytes": 4096}, {"slot_bytes": 4096, "max_bytes": None}])
+async def test_larger_slots_than_asked_for_will_do(
+    kind: str, tmp_path: Path, options: dict[str, int | None]
+) -> None:
+    """A cache of smaller pages may use what a cache of larger ones has made."""
+    await make(kind, tmp_path)
+    await open_slots(kind, tmp_path, **options).aclose()
 
 
 @pytest.mark.parametrize(

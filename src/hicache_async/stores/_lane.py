@@ -343,6 +343,7 @@ class Lanes:
         job.unreported -= 1
         if job.unreported == 0:
             self._jobs[call.kind].discard(job)
+            job.runs.clear()  # else runs and job would keep each other, and the buffers, until a collection
         # a call with fewer than RUNS_PER_CALL runs stands in the queue already
         if call.has_more and call.runs == RUNS_PER_CALL - 1:
             self._ready[call.kind].append(call)

@@ -131,11 +131,11 @@ class Wanted(NamedTuple):
         return Geometry.fitting(self.max_nbytes, self.slot_nbytes)
 
     def check(self, found: Geometry, nbytes: int) -> None:
-        """Compare with a segment of ``nbytes`` that exists.
+        """Compare with a segment of ``nbytes`` that exists; larger slots than asked for will do.
 
         Raises: ConfigError: another shape, or a file that was cut.
         """
-        slot_nbytes = self.slot_nbytes or found.slot_nbytes
+        slot_nbytes = max(self.slot_nbytes or 0, found.slot_nbytes)
         asked = found._replace(slot_nbytes=slot_nbytes)
         if self.max_nbytes is not None:
             asked = Geometry.fitting(self.max_nbytes, slot_nbytes)

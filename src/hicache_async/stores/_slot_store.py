@@ -34,8 +34,6 @@ _MAX_DEFAULT_LANES = 4  # copies saturate memory before that
 _BATCH_PAGES, _BATCH_NBYTES = 64, 4 << 20
 """Pages that take the lock together, twice: well below a millisecond of it for some of copying."""
 
-MODES = {0o600: "the user's alone", 0o660: "for the group", 0o666: "for everybody"}
-
 
 class SlotStore:
     """Keep objects in the fixed slots of one file, which several processes of one machine may share.

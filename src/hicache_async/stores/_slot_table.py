@@ -28,7 +28,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ._segment import CHANGES, HOLDER, RECORD_NBYTES, Segment
-from ._temp import UNSEEN_MAX_AGE_S, Writer, _is_alive
+from ._temp import UNSEEN_MAX_AGE_S, Writer, is_alive
 
 _FIELDS = struct.Struct("<16sQQQQII448s")
 _CHECK = struct.Struct("<Q")
@@ -210,7 +210,7 @@ class SlotTable:
             return True
         if owner.pid_namespace != self.owner.pid_namespace:
             return time.time_ns() - self.stamp(slot) > UNSEEN_MAX_AGE_S * 1e9
-        return not _is_alive(self._writer._replace(pid=owner.pid, start=owner.start))
+        return not is_alive(self._writer._replace(pid=owner.pid, start=owner.start))
 
     # -- with the lock
 

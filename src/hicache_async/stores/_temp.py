@@ -63,7 +63,7 @@ class TempFiles:
 
     def _is_dead(self, writer: Writer, entry: os.DirEntry[str]) -> bool:
         if writer[:2] == self._writer[:2]:
-            return not _is_alive(writer)
+            return not is_alive(writer)
         try:
             return time.time() - entry.stat(follow_symlinks=False).st_mtime > UNSEEN_MAX_AGE_S
         except OSError:
@@ -77,7 +77,8 @@ def _writer_of(name: str) -> Writer | None:
     return Writer(parts[0], parts[1], int(parts[2]), int(parts[3]))
 
 
-def _is_alive(writer: Writer) -> bool:
+def is_alive(writer: Writer) -> bool:
+    """Return whether a process of this boot and pid namespace runs."""
     start = _start_of(writer.pid)
     if start is not None:
         return start == writer.start

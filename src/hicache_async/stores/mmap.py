@@ -22,7 +22,8 @@ class MmapStore(SlotStore):
         path: the file, made when first used; its directory must exist. On a local disk: locks and
             mappings are not shared over a network.
         max_bytes: size of the file; None: as it is.
-        slot_bytes: what the largest object takes, rounded up to 4096; None: as it is.
+        slot_bytes: what the largest object takes, rounded up to 4096; a file that exists may have larger
+            slots. None: as it is.
         mode: 0o600, or 0o660 and 0o666 to share it with other users.
         num_lanes, threads: see :class:`SlotStore`.
     """

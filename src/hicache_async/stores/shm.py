@@ -25,7 +25,8 @@ class ShmStore(SlotStore):
     Args:
         name: of the segment: letters, digits, ``_``, ``-`` and ``.``.
         max_bytes: memory that it takes, table included; None: as it is.
-        slot_bytes: what the largest object takes, rounded up to 4096; None: as it is.
+        slot_bytes: what the largest object takes, rounded up to 4096; a segment that exists may have larger
+            slots. None: as it is.
         directory: where shared memory is.
         mode: 0o600, or 0o660 and 0o666 to share it with other users.
         num_lanes, threads: see :class:`SlotStore`.
