@@ -6,7 +6,7 @@ import ast
 import asyncio
 import gc
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Container, Iterator, MutableMapping
 from contextvars import Context, ContextVar
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ async def test_nothing_of_a_failed_write_goes_on(tmp_path: Path, monkeypatch: py
     second_runs, second_may_end = threading.Event(), threading.Event()
     running: list[str] = []
 
-    def write(key: str, payload: memoryview) -> None:
+    def write(key: str, payload: memoryview, spared: Container[str]) -> None:
         running.append(key)
         try:
             if key == "0":

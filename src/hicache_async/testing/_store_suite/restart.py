@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 from .checks import check
 from .exam import Exam
@@ -51,8 +50,7 @@ async def a_write_that_was_cut_off_is_whole_or_absent(exam: Exam) -> None:
         for _ in range(turns):
             await asyncio.sleep(0)
         writing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await writing
+        await asyncio.wait((writing,))
         store = await exam.reopen()
         for key in keys:
             counted = await store.count([key])
