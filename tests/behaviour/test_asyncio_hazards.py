@@ -22,7 +22,7 @@ from hicache_async.errors import StoreUnavailable
 from hicache_async.memory.host import HostArena
 from hicache_async.stores import FileStore, MemoryStore
 from hicache_async.stores import _lane as lane
-from hicache_async.stores._directory import ObjectDirectory
+from hicache_async.stores._files.directory import ObjectDirectory
 from hicache_async.testing.faults import FlakyStore, HeldStore, StoreWrapper
 from hicache_async.testing.manual import ManualThreads
 from tests.flows.rig import Opener, make_kv, page_hashes, tokens, turns

@@ -14,7 +14,7 @@ import pytest
 from hicache_async import CapacityError, InvariantError, PrefixLease, Stop, Tier
 from hicache_async.core.node import Node
 from hicache_async.core.pool import Owner
-from hicache_async.stores import _writer
+from hicache_async.stores._files import writer as _writer
 from hicache_async.stores.file import FileStore
 from hicache_async.stores.memory import MemoryStore
 from hicache_async.testing.faults import FlakyStore, HeldStore

@@ -15,9 +15,9 @@ from typing import Any, Self
 import pytest
 
 import hicache_async
+from hicache_async.stores._files.quota import Quota
+from hicache_async.stores._files.survey import size_on_disk
 from hicache_async.stores._names import place_of
-from hicache_async.stores._quota import Quota
-from hicache_async.stores._survey import size_on_disk
 from hicache_async.stores._temp import TempFiles
 
 OBJECT_NBYTES = 8192

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import hicache_async
-from hicache_async.stores._slot_index import SlotIndex
-from hicache_async.stores._slot_store import SlotStore
+from hicache_async.stores._slots.index import SlotIndex
+from hicache_async.stores._slots.store import SlotStore
 from hicache_async.stores.mmap import MmapStore
 from hicache_async.stores.shm import ShmStore
 
@@ -67,8 +67,8 @@ sys.path.append(tests)
 sys.modules["hicache_async"] = types.ModuleType("hicache_async")  # the stores alone: they need no torch
 sys.modules["hicache_async"].__path__ = [package]
 from hicache_async.errors import ConfigError, StoreUnavailable, WrongLoopError
-from hicache_async.stores._segment import Segment
-from hicache_async.stores._slot_table import SlotTable
+from hicache_async.stores._slots.segment import Segment
+from hicache_async.stores._slots.table import SlotTable
 from hicache_async.types import StopToken
 from tests.stores.pages import page_of, read, write
 from tests.stores.slot_programs import check_accounts, index_of, open_slots

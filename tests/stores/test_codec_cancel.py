@@ -10,7 +10,7 @@ import pytest
 
 from hicache_async.errors import StoreUnavailable
 from hicache_async.stores import MemoryStore
-from hicache_async.stores._scratch import Scratch
+from hicache_async.stores._codecs.scratch import Scratch
 from hicache_async.stores.codec import AesGcm, CodecStore
 from hicache_async.testing.faults import HangingStore, HeldStore
 from hicache_async.testing.manual import ManualThreads

@@ -9,7 +9,7 @@ import pytest
 
 from hicache_async.errors import StoreUnavailable
 from hicache_async.stores import FileStore
-from hicache_async.stores._file_options import Durability
+from hicache_async.stores._files.options import Durability
 from tests.stores.pages import files_below, read, write
 
 KEYS = [f"key{number}" for number in range(60)]

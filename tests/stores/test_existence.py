@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from hicache_async.errors import ConfigError
-from hicache_async.stores._existence import _MAX_DROPS, ExistenceIndex
+from hicache_async.stores._files.existence import _MAX_DROPS, ExistenceIndex
 from hicache_async.testing.manual import ManualClock
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from hicache_async.abc import SupportsDelete, SupportsListing, SupportsNamespaces, SupportsStat
 from hicache_async.errors import ConfigError
-from hicache_async.stores import FileStore, _object
+from hicache_async.stores import FileStore
+from hicache_async.stores._files import object as _object
 from hicache_async.testing.manual import ManualClock, ManualThreads
 from hicache_async.types import ObjectStat, StopToken
 from tests.stores.pages import PAGE_NBYTES, CountingThreads, files_below, page_of, read, write

@@ -15,7 +15,8 @@ import pytest_asyncio
 from structlog.testing import capture_logs
 
 from hicache_async.errors import StoreUnavailable
-from hicache_async.stores import FileStore, _directory
+from hicache_async.stores import FileStore
+from hicache_async.stores._files import directory as _directory
 from hicache_async.testing.manual import ManualClock
 from tests.stores.capacity import OBJECT_NBYTES, Sampler, Shelf, finish, opened, run_on_small_disk, start
 from tests.stores.pages import files_below, read, write

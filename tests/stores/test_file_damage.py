@@ -15,8 +15,8 @@ import pytest
 
 from hicache_async.errors import StoreUnavailable
 from hicache_async.stores import FileStore
+from hicache_async.stores._files.object import decode_head, encode_head, payload_offset, read_verified
 from hicache_async.stores._names import key_bytes, place_of
-from hicache_async.stores._object import decode_head, encode_head, payload_offset, read_verified
 from hicache_async.types import Stop, StopToken
 from tests.stores.pages import PAGE_NBYTES, page_of, read, write
 

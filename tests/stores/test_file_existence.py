@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hicache_async.stores import FileStore, _directory, _scan
+from hicache_async.stores import FileStore
+from hicache_async.stores._files import directory as _directory
+from hicache_async.stores._files import scan as _scan
 from hicache_async.testing.manual import ManualThreads
 from tests.stores.pages import CountingThreads, files_below, read, until, write
 

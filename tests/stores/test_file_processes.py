@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from hicache_async.errors import StoreUnavailable
 from hicache_async.stores import FileStore
-from hicache_async.stores._quota import Quota
+from hicache_async.stores._files.quota import Quota
 from tests.stores.pages import files_below, read, write
 from tests.stores.programs import finish, start
 

@@ -11,8 +11,8 @@ from structlog.testing import capture_logs
 
 from hicache_async.errors import StoreUnavailable
 from hicache_async.stores import FileStore
-from hicache_async.stores._directory import TOUCH_PERIOD_S
-from hicache_async.stores._quota import Quota
+from hicache_async.stores._files.directory import TOUCH_PERIOD_S
+from hicache_async.stores._files.quota import Quota
 from hicache_async.testing.manual import ManualClock, ManualThreads
 from tests.stores.pages import PAGE_NBYTES, files_below, read, until, write
 

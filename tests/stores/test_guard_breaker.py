@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_async.stores._breaker import Admission, Breaker, BreakerState
+from hicache_async.stores._guard.breaker import Admission, Breaker, BreakerState
 from hicache_async.testing.manual import ManualClock
 
 CLOSED, OPEN, HALF_OPEN = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.HALF_OPEN

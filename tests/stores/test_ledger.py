@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hicache_async.stores import _ledger
-from hicache_async.stores._ledger import Books, Ledger, Member, Totals
+from hicache_async.stores._files import ledger as _ledger
+from hicache_async.stores._files.ledger import Books, Ledger, Member, Totals
 from tests.stores.pages import num_open_files
 
 
@@ -136,7 +136,7 @@ HOLD = """
 import os, sys, types
 sys.modules["hicache_async"] = types.ModuleType("hicache_async")  # the ledger alone: it needs no torch
 sys.modules["hicache_async"].__path__ = [sys.argv[1]]
-from hicache_async.stores._ledger import Ledger
+from hicache_async.stores._files.ledger import Ledger
 ledger = Ledger(sys.argv[2], 0o600)
 with ledger.locked() as (books, mine):
     mine.reserved = 1000
@@ -150,7 +150,7 @@ WAIT = "sys.stdin.read()\n"
 
 def hold(path: Path, where: str, program: str = WAIT) -> subprocess.Popen[str]:
     """Start a process that joins, and then waits inside its critical section, or behind it."""
-    package = str(Path(_ledger.__file__).parents[1])
+    package = str(Path(_ledger.__file__).parents[2])
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD + program, package, str(path), where],
         stdin=subprocess.PIPE,

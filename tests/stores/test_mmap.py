@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hicache_async.errors import ConfigError
-from hicache_async.stores._segment import check_segment, open_segment
-from hicache_async.stores._slots import Slots
+from hicache_async.stores._slots.segment import check_segment, open_segment
+from hicache_async.stores._slots.slots import Slots
 from hicache_async.stores.mmap import MmapStore
 from hicache_async.types import StopToken
 from tests.stores.pages import page_of, read, write

@@ -13,8 +13,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from hicache_async.core.manifest import manifest_key
-from hicache_async.stores import _quota, _survey
-from hicache_async.stores._quota import PAUSE_S
+from hicache_async.stores._files import quota as _quota
+from hicache_async.stores._files import survey as _survey
+from hicache_async.stores._files.quota import PAUSE_S
 from hicache_async.testing.manual import ManualClock
 from tests.stores.capacity import OBJECT_NBYTES, Sampler, Shelf, opened
 

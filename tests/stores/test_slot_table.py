@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from hicache_async.errors import StoreUnavailable
-from hicache_async.stores import _segment
-from hicache_async.stores._segment import HOLDER, RECORD_NBYTES, Wanted, open_segment
-from hicache_async.stores._slot_index import SlotIndex
-from hicache_async.stores._slot_table import SlotTable, State, state_of
-from hicache_async.stores._slots import Slots
+from hicache_async.stores._slots import segment as _segment
+from hicache_async.stores._slots.index import SlotIndex
+from hicache_async.stores._slots.segment import HOLDER, RECORD_NBYTES, Wanted, open_segment
+from hicache_async.stores._slots.slots import Slots
+from hicache_async.stores._slots.table import SlotTable, State, state_of
 from hicache_async.stores._temp import UNSEEN_MAX_AGE_S
 
 CHECKSUM = bytes(range(16))
@@ -168,8 +168,8 @@ import os, signal, sys, types
 package, path = sys.argv[1:3]
 sys.modules["hicache_async"] = types.ModuleType("hicache_async")
 sys.modules["hicache_async"].__path__ = [package]
-from hicache_async.stores._segment import Wanted, open_segment
-from hicache_async.stores._slot_table import SlotTable
+from hicache_async.stores._slots.segment import Wanted, open_segment
+from hicache_async.stores._slots.table import SlotTable
 table = SlotTable(open_segment(Wanted(path, None, None, 0o600, True, "")))
 with table.changing() as changes:
     changes.publish(0, b"whole", 10, bytes(16))
@@ -183,7 +183,7 @@ print("after", flush=True)
 
 def die_inside(directory: Path, kind_of_signal: str) -> subprocess.Popen[str]:
     """Start a process that stops, or ends, while it holds the lock."""
-    package = str(Path(_segment.__file__).parents[1])
+    package = str(Path(_segment.__file__).parents[2])
     command = [sys.executable, "-c", DIE_INSIDE, package, wanted(directory).path, kind_of_signal]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout

@@ -19,8 +19,8 @@ from hicache_async.abc import (
     SupportsStats,
     SupportsSweep,
 )
-from hicache_async.stores._segment import Segment
-from hicache_async.stores._slot_store import SlotStore
+from hicache_async.stores._slots.segment import Segment
+from hicache_async.stores._slots.store import SlotStore
 from hicache_async.types import Stop, StopToken
 from tests.stores.pages import PAGE_NBYTES, CountingThreads, page_of, read, write
 from tests.stores.slot_programs import (

@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 
 from hicache_async.errors import StoreUnavailable, WrongLoopError
-from hicache_async.stores._segment import Segment
-from hicache_async.stores._slot_store import SlotStore
+from hicache_async.stores._slots.segment import Segment
+from hicache_async.stores._slots.store import SlotStore
 from hicache_async.testing.manual import ManualThreads
 from hicache_async.types import StopToken
 from tests.stores.pages import PAGE_NBYTES, CountingThreads, page_of, read, until, write

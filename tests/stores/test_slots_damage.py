@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from hicache_async.stores._segment import BLOCK, RECORD_NBYTES, Segment
-from hicache_async.stores._slot_store import SlotStore
+from hicache_async.stores._slots.segment import BLOCK, RECORD_NBYTES, Segment
+from hicache_async.stores._slots.store import SlotStore
 from hicache_async.types import Stop, StopToken
 from tests.stores.pages import PAGE_NBYTES, page_of, read, write
 from tests.stores.slot_programs import KINDS, NUM_SLOTS, check_accounts, index_of, open_slots

@@ -17,8 +17,8 @@ import xxhash
 from structlog.testing import capture_logs
 
 from hicache_async.errors import ConfigError, StoreUnavailable
-from hicache_async.stores import _segment
-from hicache_async.stores._slot_store import SlotStore
+from hicache_async.stores._slots import segment as _segment
+from hicache_async.stores._slots.store import SlotStore
 from tests.stores.pages import read, write
 from tests.stores.slot_programs import (
     KINDS,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_async.stores._slot_store import SlotStore
+from hicache_async.stores._slots.store import SlotStore
 from tests.stores.pages import read, write
 from tests.stores.slot_programs import (
     KINDS,

@@ -20,7 +20,7 @@ from hicache_async.stores import (
     TieredStore,
     Zstd,
 )
-from hicache_async.stores._slot_store import SlotStore
+from hicache_async.stores._slots.store import SlotStore
 from hicache_async.stores.mmap import MmapStore
 from hicache_async.stores.shm import ShmStore
 from hicache_async.testing import Damage, StoreSuite, damage_file

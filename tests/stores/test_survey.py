@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache_async.stores._files.survey import Survey, evict, is_object
 from hicache_async.stores._names import SHARDS, place_of
-from hicache_async.stores._survey import Survey, evict, is_object
 from tests.stores.capacity import Shelf
 
 DIGEST = "ukv1-0123456789abcdef"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ..abc import Store, SupportsStats
 from ..core.keys import namespace_of
 from ..core.manifest import MANIFEST_NBYTES, decode, is_manifest_key
-from ..stores._object import Fault
+from ..stores._files.object import Fault
 from ..types import Stop, StopToken
 from ._inventory import KEYS_A_BATCH, batches, keys_of, stat_all
 from ._opening import deleting_of, listing_of, opened, stating_of

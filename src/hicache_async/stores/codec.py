@@ -17,10 +17,10 @@ from ..types import ObjectStat, Stop, StopToken
 from ._buffers import check_buffers
 from ._codecs import Codec, Fault, Head, tag_of
 from ._codecs.aesgcm import AesGcm
+from ._codecs.coding import Coding, Decoded, batches
 from ._codecs.fp8 import Fp8
+from ._codecs.scratch import Scratch
 from ._codecs.zstd import Zstd
-from ._coding import Coding, Decoded, batches
-from ._scratch import Scratch
 from ._wrapping import (
     FORWARDS,
     Mixins,

@@ -17,12 +17,12 @@ from ..core.keys import namespace_of
 from ..errors import ConfigError, StoreUnavailable, WrongLoopError
 from ..types import ObjectStat, Stop, StopToken
 from ._buffers import check_buffers
-from ._directory import Batch, ObjectDirectory
-from ._existence import ExistenceIndex
-from ._file_options import URL_OPTIONS, Durability, FileOptions, gid_of
+from ._files.directory import Batch, ObjectDirectory
+from ._files.existence import ExistenceIndex
+from ._files.object import Fault
+from ._files.options import URL_OPTIONS, Durability, FileOptions, gid_of
+from ._files.scan import NamespaceScan
 from ._lane import Call, Kind, Lanes
-from ._object import Fault
-from ._scan import NamespaceScan
 from ._url import url_options, url_path
 
 T = TypeVar("T")

@@ -23,9 +23,9 @@ from ..abc import (
 )
 from ..errors import ConfigError
 from ..types import ObjectStat, Stop, StopToken
-from ._attempt import Deadline
-from ._breaker import BreakerState
-from ._operations import COUNTS, Operations, Retries
+from ._guard.attempt import Deadline
+from ._guard.breaker import BreakerState
+from ._guard.operations import COUNTS, Operations, Retries
 from ._wrapping import (
     FORWARDS,
     Mixins,

@@ -7,7 +7,7 @@ from concurrent.futures import Executor
 from typing import Self
 
 from ..errors import ConfigError
-from ._slot_store import SlotStore, wanted_segment
+from ._slots.store import SlotStore, wanted_segment
 from ._url import parse_mode, parse_nbytes, url_options, url_path
 
 

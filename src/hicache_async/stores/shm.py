@@ -8,8 +8,8 @@ from concurrent.futures import Executor
 from typing import Self
 
 from ..errors import ConfigError
-from ._segment import is_segment
-from ._slot_store import SlotStore, wanted_segment
+from ._slots.segment import is_segment
+from ._slots.store import SlotStore, wanted_segment
 from ._url import parse_mode, parse_nbytes, url_options, url_path
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")

@@ -19,11 +19,11 @@ from ..abc import (
 )
 from ..errors import ConfigError
 from ..types import ObjectStat, Stop, StopToken
-from ._attempt import Deadline
 from ._buffers import check_buffers
-from ._fills import Fills
-from ._operations import is_fault
-from ._tier_read import MAX_TURNS, TierRead
+from ._guard.attempt import Deadline
+from ._guard.operations import is_fault
+from ._tiers.fills import Fills
+from ._tiers.read import MAX_TURNS, TierRead
 from ._wrapping import Mixins, able, kind_of, stats_of
 from .guard import GuardedStore, RunningLoopClock
 

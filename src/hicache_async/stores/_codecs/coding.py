@@ -9,12 +9,12 @@ from concurrent.futures import Executor
 from contextvars import copy_context
 from typing import NamedTuple, TypeVar
 
-from .._fence import resolve
-from .._threads import DaemonThreads, post_to_loop
-from ..core.manifest import is_manifest_key
-from ..errors import StoreUnavailable
-from ..types import StopToken
-from ._codecs import Codec, Fault
+from ..._fence import resolve
+from ..._threads import DaemonThreads, post_to_loop
+from ...core.manifest import is_manifest_key
+from ...errors import StoreUnavailable
+from ...types import StopToken
+from . import Codec, Fault
 
 T = TypeVar("T")
 

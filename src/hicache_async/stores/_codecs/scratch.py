@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from ..errors import StoreUnavailable
-from ..types import StopToken
+from ...errors import StoreUnavailable
+from ...types import StopToken
 
 
 @dataclass(slots=True, eq=False)

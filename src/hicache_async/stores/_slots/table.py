@@ -27,8 +27,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ._segment import CHANGES, HOLDER, RECORD_NBYTES, Segment
-from ._temp import UNSEEN_MAX_AGE_S, Writer, is_alive
+from .._temp import UNSEEN_MAX_AGE_S, Writer, is_alive
+from .segment import CHANGES, HOLDER, RECORD_NBYTES, Segment
 
 _FIELDS = struct.Struct("<16sQQQQII448s")
 _CHECK = struct.Struct("<Q")

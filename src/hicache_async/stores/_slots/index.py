@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ._slot_table import Entry, SlotTable, State, state_of
+from .table import Entry, SlotTable, State, state_of
 
 _OVERLAP = 1
 """Changes that are looked at twice: on a machine that reorders stores the count may be seen before the last."""

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from .._fence import resolve
-from ..abc import Clock
-from ..errors import StoreUnavailable
-from ..types import StopToken
+from ..._fence import resolve
+from ...abc import Clock
+from ...errors import StoreUnavailable
+from ...types import StopToken
 
 
 class Deadline:

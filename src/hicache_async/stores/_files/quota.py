@@ -1,7 +1,7 @@
 """Quota: limits of a directory that several processes write to, never exceeded. Blocking, for threads.
 
 Every byte is reserved before it is written. What all processes have committed and reserved is in a shared
-ledger (_ledger.py), so a reservation costs one short critical section and no look at the disk:
+ledger (ledger.py), so a reservation costs one short critical section and no look at the disk:
 
     committed + reserved by all + wanted <= max_bytes
     free bytes - reserved by all - wanted >= min_free_bytes
@@ -31,10 +31,10 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from .._log import logger
-from ._ledger import Books, Ledger
-from ._survey import Evicted, Found, Survey, evict, key_of, size_on_disk
-from ._temp import TempFiles
+from ..._log import logger
+from .._temp import TempFiles
+from .ledger import Books, Ledger
+from .survey import Evicted, Found, Survey, evict, key_of, size_on_disk
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 
 _MAX_DROPS = 1 << 13
 """Drops remembered for questions under way; one that has seen more of them is not believed."""

@@ -3,7 +3,7 @@
     offset 0      what it is, once for all: magic, version, state, slot bytes, number of slots, checksum
          4096     two words that change: the count of changes, and who holds the lock
          8192     the table, in blocks of 4096: a word per slot, a stamp per slot, a record per slot
-                  (see ``_slot_table``)
+                  (see ``table``)
                   the slots, each of whole blocks
 
 All of the space is reserved when the file is made, and never more is mapped than is there: a medium that is
@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from ..errors import ConfigError, StoreUnavailable
+from ...errors import ConfigError, StoreUnavailable
 
 BLOCK = 4096
 RECORD_NBYTES = 512

@@ -11,12 +11,12 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .._log import logger
-from ._file_options import FileOptions
-from ._names import Place
-from ._object import Fault, encode_head, payload_offset, skip
-from ._quota import Quota
-from ._temp import TempFiles
+from ..._log import logger
+from .._names import Place
+from .._temp import TempFiles
+from .object import Fault, encode_head, payload_offset, skip
+from .options import FileOptions
+from .quota import Quota
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
-from ..abc import Store, SupportsDelete
-from ._wrapping import checked_count
+from ...abc import Store, SupportsDelete
+from .._wrapping import checked_count
 
 _TURN_NBYTES = 4 << 20  # copied in one turn of the loop, some 0.4 ms
 

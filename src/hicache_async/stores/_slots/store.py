@@ -1,4 +1,4 @@
-"""SlotStore: what shm and mmap have in common; the loop's side of ``_slots``."""
+"""SlotStore: what shm and mmap have in common; the loop's side of ``slots``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from concurrent.futures import Executor
 from itertools import takewhile
 from typing import TypeVar
 
-from .._log import logger
-from .._threads import DaemonThreads, check_process
-from ..core.keys import namespace_of
-from ..errors import ConfigError, StoreUnavailable, WrongLoopError
-from ..types import ObjectStat, Stop, StopToken
-from ._buffers import check_buffers
-from ._lane import Call, Kind, Lanes
-from ._segment import BLOCK, Wanted, check_segment, open_segment, whole_blocks
-from ._slots import Page, SlotFault, Slots, Written
+from ..._log import logger
+from ..._threads import DaemonThreads, check_process
+from ...core.keys import namespace_of
+from ...errors import ConfigError, StoreUnavailable, WrongLoopError
+from ...types import ObjectStat, Stop, StopToken
+from .._buffers import check_buffers
+from .._lane import Call, Kind, Lanes
+from .segment import BLOCK, Wanted, check_segment, open_segment, whole_blocks
+from .slots import Page, SlotFault, Slots, Written
 
 T = TypeVar("T")
 

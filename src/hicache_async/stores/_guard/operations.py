@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from .._log import logger
-from ..abc import Clock
-from ..errors import HiCacheError, StoreError, StoreUnavailable
-from ..types import Stop, StopToken
-from ._attempt import Attempts, Deadline
-from ._breaker import Admission, Breaker, BreakerState
+from ..._log import logger
+from ...abc import Clock
+from ...errors import HiCacheError, StoreError, StoreUnavailable
+from ...types import Stop, StopToken
+from .attempt import Attempts, Deadline
+from .breaker import Admission, Breaker, BreakerState
 
 T = TypeVar("T")
 

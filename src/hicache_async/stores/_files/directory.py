@@ -10,15 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
-from .._log import logger
-from ..types import ObjectStat
-from ._file_options import FileOptions
-from ._names import NO_NAMESPACE, SUFFIX, key_of_name, place_of
-from ._object import DAMAGES, READ_FLAGS, Fault, decode_head, payload_offset, read_verified
-from ._quota import Quota
-from ._recency import TouchLimit
-from ._temp import TempFiles
-from ._writer import Draft, ObjectWriter
+from ..._log import logger
+from ...types import ObjectStat
+from .._names import NO_NAMESPACE, SUFFIX, key_of_name, place_of
+from .._temp import TempFiles
+from .object import DAMAGES, READ_FLAGS, Fault, decode_head, payload_offset, read_verified
+from .options import FileOptions
+from .quota import Quota
+from .recency import TouchLimit
+from .writer import Draft, ObjectWriter
 
 TOUCH_PERIOD_S = 60.0
 """How exact the time of last use is that eviction goes by."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from ..errors import ConfigError
-from ._url import parse_flag, parse_group, parse_mode, parse_nbytes
+from ...errors import ConfigError
+from .._url import parse_flag, parse_group, parse_mode, parse_nbytes
 
 Durability: TypeAlias = Literal["none", "batch", "each"]
 

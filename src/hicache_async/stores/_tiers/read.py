@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from ..abc import Store
-from ..errors import StoreUnavailable
-from ..types import Stop, StopToken
-from ._operations import is_fault
-from ._wrapping import PartToken
+from ...abc import Store
+from ...errors import StoreUnavailable
+from ...types import Stop, StopToken
+from .._guard.operations import is_fault
+from .._wrapping import PartToken
 
 MAX_TURNS = 8
 """How often a call goes from one tier to the other, where that is the only way to tell who has what."""

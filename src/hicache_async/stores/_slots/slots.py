@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import xxhash
 
-from ..errors import StoreUnavailable
-from ..types import ObjectStat
-from ._names import key_bytes
-from ._segment import Segment
-from ._slot_index import SlotIndex
-from ._slot_table import INLINE_KEY_NBYTES, Changes, Entry, SlotTable, State, state_of
+from ...errors import StoreUnavailable
+from ...types import ObjectStat
+from .._names import key_bytes
+from .index import SlotIndex
+from .segment import Segment
+from .table import INLINE_KEY_NBYTES, Changes, Entry, SlotTable, State, state_of
 
 _MIN_VICTIMS = 256
 """The oldest slots are looked for so many at once: to find one takes as long."""

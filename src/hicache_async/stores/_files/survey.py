@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from ..core.keys import namespace_of
-from ..core.manifest import is_manifest_key
-from ._names import NO_NAMESPACE, SHARDS, SUFFIX, key_of_name, place_of
+from ...core.keys import namespace_of
+from ...core.manifest import is_manifest_key
+from .._names import NO_NAMESPACE, SHARDS, SUFFIX, key_of_name, place_of
 
 _BLOCK = 4096
 _SHARD_NAMES = frozenset(SHARDS)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from ..types import StopToken
-from ._directory import ObjectDirectory, names_in
-from ._existence import ExistenceIndex
-from ._lane import Call, Kind, Lanes
-from ._names import key_of_name
+from ...types import StopToken
+from .._lane import Call, Kind, Lanes
+from .._names import key_of_name
+from .directory import ObjectDirectory, names_in
+from .existence import ExistenceIndex
 
 SLICE_NAMES = 512
 """Names of one slice, about a millisecond: so long the interpreter may be busy with what nobody waits for."""

@@ -1,0 +1,1 @@
+"""The parts of FileStore: objects, their directory, limits and lookups."""
