@@ -32,7 +32,7 @@ def prompt_of(number: int) -> list[int]:
 
 def begin_a_file(directory: str) -> None:
     """Begin an object that is never finished: whether the kill meets a real one is a matter of luck."""
-    temps = TempFiles(f"{directory}/v1/temp")
+    temps = TempFiles(f"{directory}/v2/temp")
     Path(temps.directory).mkdir(parents=True)
     Path(temps.new()).write_bytes(b"half a page")
 

@@ -15,15 +15,33 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.every_loop]
 
 
 async def test_calls_of_one_turn_share_a_job() -> None:
-    """Ten small calls made together are one thread job, done in their order."""
+    """Eight small calls made together are one thread job, done in their order."""
     rig = Rig()
-    started = [rig.start(name, 2) for name in "abcdefghij"]
+    started = [rig.start(name, 2) for name in "abcdefgh"]
     await rig.settle()
     assert rig.threads.pending == 1
     rig.threads.run_next()
     await asyncio.gather(*(task for task, _ in started))
-    assert rig.performed == [f"{name}{item}" for name in "abcdefghij" for item in range(2)]
-    assert [call.count for _, call in started] == [2] * 10
+    assert rig.performed == [f"{name}{item}" for name in "abcdefgh" for item in range(2)]
+    assert [call.count for _, call in started] == [2] * 8
+
+
+@pytest.mark.parametrize(("num_calls", "num_items"), [(1, 90), (9, 10), (45, 2)])
+async def test_reads_are_shared_out_to_the_free_lanes(num_calls: int, num_items: int) -> None:
+    """What waits to be read goes to all lanes that are free, as much to each."""
+    rig = Rig(num_lanes=3)
+    started = [rig.start(f"{name}-", num_items) for name in range(num_calls)]
+    await rig.settle()
+    shares = []
+    while rig.threads.pending:
+        before = len(rig.performed)
+        rig.threads.run_next()
+        shares.append(len(rig.performed) - before)
+    assert shares[:2] == [30, 30]
+    while not all(task.done() for task, _ in started):
+        await rig.settle()
+        rig.threads.run_all()
+    assert [call.count for _, call in started] == [num_items] * num_calls
 
 
 @pytest.mark.parametrize("bad", [0, 1, 4])

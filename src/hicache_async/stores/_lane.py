@@ -51,11 +51,15 @@ class JobLimit(NamedTuple):
 
 
 JOB_LIMITS = {
-    Kind.READ: JobLimit(256, 16 << 20),
+    Kind.READ: JobLimit(256, 64 << 20),
     Kind.WRITE: JobLimit(256, 32 << 20),  # mostly has one lane, which idles between two jobs
     Kind.LOOKUP: JobLimit(4096, sys.maxsize),
     Kind.WALK: JobLimit(1, sys.maxsize),
 }
+
+
+MIN_SHARE = 16
+"""Items of a read job that are not shared out to further lanes: a hop costs about as much."""
 
 
 class Call:
@@ -274,7 +278,7 @@ class Lanes:
 
     def _assemble(self, kind: Kind) -> Job:
         """Take one run from each waiting call, by priority and in turn, until the job is full."""
-        job, limit = Job(), JOB_LIMITS[kind]
+        job, limit = Job(), self._limit(kind)
         again: list[Call] = []
         num_items, nbytes = 0, 0
         for call in self._take_waiting(kind):
@@ -292,6 +296,19 @@ class Lanes:
         self._ready[kind].extend(again)
         job.unreported = len(job.runs)
         return job
+
+    def _limit(self, kind: Kind) -> JobLimit:
+        """Return when a job is full; what waits to be read is shared out evenly to the lanes that are free."""
+        limit = JOB_LIMITS[kind]
+        if kind is not Kind.READ:
+            return limit
+        num_free = self._num_lanes - len(self._jobs[Kind.READ]) - len(self._jobs[Kind.WRITE])
+        num_waiting = 0
+        for call in self._ready[kind]:
+            num_waiting += call.wanted - call.next
+            if num_waiting >= limit.num_items * num_free:
+                return limit
+        return limit._replace(num_items=max(MIN_SHARE, -(-num_waiting // num_free)))
 
     def _sweep(self, kind: Kind) -> None:
         # Of those that were cancelled while they waited; few enough are left to the next job.

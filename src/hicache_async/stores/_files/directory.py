@@ -147,7 +147,7 @@ class ObjectDirectory:
             found = os.lstat(path)
         except OSError:
             return False
-        return stat.S_ISREG(found.st_mode) and found.st_size >= _BLOCK and os.access(path, os.R_OK)
+        return stat.S_ISREG(found.st_mode) and found.st_size >= _BLOCK and _is_readable(path, found)
 
     def read(self, key: str, into: memoryview) -> Fault | None:
         """Fill ``into``; returns None, or why its content is not to be used. A damaged object is removed."""
@@ -327,6 +327,13 @@ def names_in(path: str) -> list[str]:
         return os.listdir(path)
     except OSError:
         return []
+
+
+def _is_readable(path: str, found: os.stat_result) -> bool:
+    # Mostly the mode tells, and nobody else has to be asked.
+    is_own = found.st_uid == os.geteuid()
+    mask = stat.S_IRUSR if is_own else stat.S_IROTH
+    return bool(found.st_mode & mask) or os.access(path, os.R_OK)
 
 
 def _has_objects(shard: str) -> bool:
