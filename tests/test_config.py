@@ -139,7 +139,7 @@ PAIRS = {
 }
 
 
-UNIFIED_ONLY = {"head_group", "tp_lcm_size", "layer_partition", "first_layer", "total_layers", "token_group"}
+UNIFIED_ONLY = {"head_group", "tp_lcm_size", "layer_partition", "total_layers", "token_group"}
 """What says how objects are cut for ranks of other shapes."""
 
 

@@ -121,7 +121,8 @@ class Admin:
         Args:
             store: an object or a URL. The one that is attached already changes nothing, a NullStore or
                 "null:" is none.
-        Raises: ConfigError: not a store, or another one is attached; nothing has changed. ClosedError.
+        Raises: ConfigError: not a store, or another one is attached, or one whose codec does not go with the KV
+            or with what is here from a lossy one; nothing has changed. ClosedError.
         Ownership: a store given by URL is closed by the cache, one given as an object is the caller's.
         Cancellation: nothing has changed.
         """
@@ -131,8 +132,14 @@ class Admin:
             if not self._attachment.may_attach(store):
                 return
             opened = self._owned.open_store(store) if isinstance(store, str) else store
-            if opened is not None and not isinstance(opened, NullStore):
-                self._attachment.attach(opened)
+            if opened is None or isinstance(opened, NullStore):
+                return
+            try:
+                self._attachment.check_codec(opened)
+            except ConfigError:
+                await self._owned.close_store(opened)
+                raise
+            self._attachment.attach(opened)
 
     async def detach_store(self, *, force: bool = False) -> None:
         """Use no store any more; does nothing where there is none.
@@ -213,6 +220,8 @@ class Admin:
 
     def _clear_here(self, tier: Tier | None) -> int:
         ctx = self._ctx
+        if tier is None:
+            ctx.lossy_codec = None
         if tier is Tier.STORE or ctx.state is State.FAILED:  # a tree in doubt is matched by nobody
             return 0
         if tier is None:

@@ -12,6 +12,7 @@ from ._log import logger
 from ._threads import DaemonThreads
 from .abc import Clock, Device, DevicePool, Ranks, Store
 from .config import CacheConfig, HostLayout, KeyScheme, WritePolicy
+from .core.codecs import check_dtype
 from .core.grid import narrow_fields, page_cells
 from .core.keys import KeyNames, key_names
 from .core.manifest import MANIFEST_NBYTES
@@ -148,6 +149,7 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
     store = parts.store
     if isinstance(store, str):
         store = owned.open_store(store)
+    check_dtype(codec_of(store), kv.dtype)
     keys = keys.with_codec(codec_of(store))
     ranks = parts.ranks
     if ranks is None:

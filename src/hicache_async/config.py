@@ -134,7 +134,7 @@ _OPTIONAL_RANGES: dict[str, tuple[type, float, bool, float]] = {
     "token_group": (int, 1, True, 1 << 20),
 }
 
-_UNIFIED_ONLY = ("head_group", "tp_lcm_size", "layer_partition", "first_layer", "total_layers", "token_group")
+_UNIFIED_ONLY = ("head_group", "tp_lcm_size", "layer_partition", "total_layers", "token_group")
 _HEAD_GROUPED_ONLY = ("head_group", "tp_lcm_size")
 
 
@@ -201,7 +201,7 @@ class CacheConfig:
     layer_partition: int | None = None
     """Layers of one stored chunk; None: those of this stage."""
     first_layer: int | None = None
-    """Where this pipeline stage's layers begin in the model; None: all stages hold equally many."""
+    """Where this pipeline stage's layers begin in the model; to be said on all stages but the first."""
     total_layers: int | None = None
     """Layers of the whole model."""
     token_group: int | None = None

@@ -58,7 +58,7 @@ async def test_the_loops_own_threads_may_all_be_blocked(open_cache: Opener, tmp_
 
 
 async def test_pages_share_the_hops_to_the_threads(open_cache: Opener, tmp_path: Path) -> None:
-    """A prompt of 512 pages is looked up and read in as many thread jobs as it has batches, not in one a page."""
+    """A prompt of 512 pages is looked up and read in a few thread jobs a batch, not in one a page."""
     threads = CountingThreads(3)
     store = FileStore(tmp_path / "kv", threads=threads)
     rig = await open_cache(store=RecordingStore(MemoryStore()), device_pages=600, host_pages=600)
@@ -69,7 +69,7 @@ async def test_pages_share_the_hops_to_the_threads(open_cache: Opener, tmp_path:
     again = await open_cache(store=store, device_pages=600, host_pages=600)
     before = threads.num_jobs
     assert await prefetched(again, letters, BEST_EFFORT) == (2048, 2048, Stop.COMPLETE)
-    assert threads.num_jobs - before <= 2 * math.ceil(512 / again.ctx.config.store_batch_pages)
+    assert threads.num_jobs - before <= 3 * math.ceil(512 / again.ctx.config.store_batch_pages)
     await again.cache.close()
     open_cache.rigs.remove(again)
     await store.aclose()

@@ -18,6 +18,7 @@ from hicache_async.core.keys import (
     key_names,
     namespace_of,
 )
+from hicache_async.errors import NamespaceError
 from tests.core.shapes import Shape
 from tests.core.world import QUICK
 
@@ -117,10 +118,18 @@ def test_hash_stands_first_and_order_is_kept() -> None:
     [
         ({}, "0_1"),
         ({"tp_size": 4, "tp_rank": 3}, "3_4"),
-        ({"pp_size": 2, "pp_rank": 1}, "0_1_2_1"),
+        ({"pp_size": 2, "pp_rank": 1, "first_layer": 4}, "0_1_2_1"),
         ({"cp_size": 2, "cp_rank": 1}, "0_1_cp1_2"),
         (
-            {"tp_size": 2, "tp_rank": 1, "pp_size": 4, "pp_rank": 3, "cp_size": 8, "cp_rank": 5},
+            {
+                "tp_size": 2,
+                "tp_rank": 1,
+                "pp_size": 4,
+                "pp_rank": 3,
+                "first_layer": 12,
+                "cp_size": 8,
+                "cp_rank": 5,
+            },
             "1_2_4_3_cp5_8",
         ),
     ],
@@ -135,13 +144,14 @@ def test_name_forms(grid: dict[str, int], tail: str) -> None:
     [
         ({}, ""),
         ({"tp_size": 4, "tp_rank": 3}, ""),
-        ({"tp_size": 4, "tp_rank": 3, "pp_size": 2, "pp_rank": 1}, "_2_1"),
+        ({"tp_size": 4, "tp_rank": 3, "pp_size": 2, "pp_rank": 1, "first_layer": 4}, "_2_1"),
         ({"tp_size": 4, "tp_rank": 3, "cp_size": 2, "cp_rank": 0}, "_cp0_2"),
     ],
 )
 def test_replicated_pages_have_one_name_on_all_tp_ranks(grid: dict[str, int], tail: str) -> None:
     """With replicated KV the tensor-parallel rank and size are not in the name."""
-    assert parts_of(names(MLA, **grid)) == (names(MLA).namespace.digest, f"org%2fmodel{tail}")
+    alone = names(MLA, **grid | {"tp_size": 1, "tp_rank": 0})
+    assert parts_of(names(MLA, **grid)) == (alone.namespace.digest, f"org%2fmodel{tail}")
 
 
 @pytest.mark.parametrize("shape", [HEADS, MLA], ids=["heads", "mla"])
@@ -151,13 +161,34 @@ def test_ranks_share_a_name_exactly_when_they_hold_the_same_bytes(shape: Shape, 
     writers: dict[str, int] = {}
     places: dict[str, set[tuple[int, int]]] = {}
     for tp, pp, cp in ((tp, pp, cp) for tp in range(2) for pp in range(2) for cp in range(2)):
-        grid = {"tp_size": 2, "pp_size": 2, "cp_size": 2, "tp_rank": tp, "pp_rank": pp, "cp_rank": cp}
+        grid = {
+            "tp_size": 2,
+            "pp_size": 2,
+            "cp_size": 2,
+            "tp_rank": tp,
+            "pp_rank": pp,
+            "cp_rank": cp,
+            "first_layer": 4 * pp,
+        }
         keys = names(shape.with_(page_size=tokens), **grid)
         writers[keys.suffix] = writers.get(keys.suffix, 0) + keys.writes
         places.setdefault(keys.suffix, set()).add((pp, cp))
     assert len(places) == (4 if shape.is_mla else 8)
     assert all(len(shards) == 1 for shards in places.values())
     assert set(writers.values()) == {1}
+
+
+def test_uneven_pipelines_share_no_name() -> None:
+    """Stage 1 of (1, 3, 4) layers and of (2, 3, 3) holds other layers, so its pages have other names."""
+    grid = {"pp_size": 3, "pp_rank": 1}
+    one, other = (names(Shape(3), page_size=8, **grid, first_layer=first) for first in (1, 2))
+    assert one.namespace != other.namespace
+
+
+def test_a_stage_says_where_it_begins() -> None:
+    """From its tensors nobody can tell which layers they hold."""
+    with pytest.raises(NamespaceError, match="first_layer is not set, and this is stage 1 of pp_size 3"):
+        names(Shape(3), page_size=8, pp_size=3, pp_rank=1)
 
 
 def test_slices_of_a_page_are_no_copies_of_it() -> None:

@@ -46,7 +46,7 @@ FORMS: dict[str, tuple[Shape, dict[str, int], list[str]]] = {
     "tp": (Shape(8, 16, 2), {"tp_size": 4, "tp_rank": 3}, ["L0-8_H3"]),
     "tp, finer": (Shape(8, 16, 2), {"tp_size": 4, "tp_rank": 3, "head_group": 1}, ["L0-8_H6", "L0-8_H7"]),
     "tp, by the lcm": (Shape(8, 16, 2), {"tp_size": 4, "tp_rank": 3, "tp_lcm_size": 8}, ["L0-8_H6", "L0-8_H7"]),
-    "pp": (Shape(4, 16, 8), {"pp_size": 2, "pp_rank": 1, "total_layers": 8}, ["L4-8_H0"]),
+    "pp": (Shape(4, 16, 8), {"pp_size": 2, "pp_rank": 1, "total_layers": 8, "first_layer": 4}, ["L4-8_H0"]),
     "layers of unlike stages": (
         Shape(5, 16, 8),
         {"pp_size": 2, "pp_rank": 1, "total_layers": 9, "first_layer": 4, "layer_partition": 2},
@@ -65,7 +65,7 @@ FORMS: dict[str, tuple[Shape, dict[str, int], list[str]]] = {
     "all axes": (
         Shape(4, 8, 2),
         {
-            "tp_size": 4, "tp_rank": 1, "pp_size": 2, "pp_rank": 1, "total_layers": 8, "cp_size": 2,
+            "tp_size": 4, "tp_rank": 1, "pp_size": 2, "pp_rank": 1, "total_layers": 8, "first_layer": 4, "cp_size": 2,
             "head_group": 1, "layer_partition": 2, "token_group": 4,
         },
         [f"L{a}-{a + 2}_H{h}_T{t}-{t + 4}" for h in (2, 3) for t in (0, 4) for a in (4, 6)],
@@ -157,6 +157,7 @@ def ranks_of(
             "pp_rank": pp_rank,
             "cp_size": cp,
             "cp_rank": cp_rank,
+            "first_layer": LAYERS // pp * pp_rank,
         }
         yield config_of(**grid, total_layers=LAYERS, total_kv_heads=heads or None, **options), shape
 
@@ -236,6 +237,7 @@ def test_the_fleet_of_the_documents_shares() -> None:
                 tp_rank=i,
                 pp_size=pp,
                 pp_rank=j,
+                first_layer=32 // pp * j,
                 cp_size=cp,
                 cp_rank=k,
                 **cut,
@@ -372,11 +374,13 @@ REFUSED: dict[str, tuple[Shape, dict[str, Any], str]] = {
         Shape(4, 16, 8), {"pp_size": 2},
         "total_layers is not set, and with pp_size 2 the 4 layers of this stage .* set total_layers",
     ),
-    "unlike stages, unsaid": (
-        Shape(5, 16, 8), {"pp_size": 2, "total_layers": 9},
-        "total_layers is 9, and 5 layers on each of pp_size 2 stages are 10; .* set first_layer on every stage",
+    "a stage that does not say where": (
+        Shape(4, 16, 8), {"pp_size": 2, "pp_rank": 1, "total_layers": 8},
+        "first_layer is not set, and this is stage 1 of pp_size 2; set first_layer to",
     ),
-    "no stages, other layers": (Shape(8, 16, 8), {"total_layers": 9}, "total_layers is 9, and 8 layers"),
+    "no stages, other layers": (
+        Shape(8, 16, 8), {"total_layers": 9}, "first_layer is 0, .* holds layers 0 .. 7 of total_layers 9"
+    ),
     "the first stage begins late": (
         Shape(4, 16, 8), {"pp_size": 2, "total_layers": 8, "first_layer": 2},
         r"first_layer is 2, so that stage 0 of pp_size 2 holds layers 2 \.\. 5 of total_layers 8; the first stage must",
@@ -395,7 +399,7 @@ REFUSED: dict[str, tuple[Shape, dict[str, Any], str]] = {
         Shape(6, 16, 8), {"pp_size": 3, "pp_rank": 1, "total_layers": 8, "first_layer": 2}, "first_layer is 2",
     ),
     "range begins off the grid": (
-        Shape(4, 16, 8), {"pp_size": 2, "pp_rank": 1, "total_layers": 8, "layer_partition": 3},
+        Shape(4, 16, 8), {"pp_size": 2, "pp_rank": 1, "total_layers": 8, "first_layer": 4, "layer_partition": 3},
         r"layer_partition is 3, and this stage holds layers 4 \.\. 7, whose edge 4 is no multiple of it; set layer_p",
     ),
     "range ends off the grid": (

@@ -182,7 +182,7 @@ OWNERS = {
     "wider v": Owner(lambda: heads(torch.bfloat16, dims=(8, 16))),
     "tp": Owner(options={"tp_size": 2, "tp_rank": 1}),
     "tp 0": Owner(options={"tp_size": 2}),
-    "pp": Owner(options={"pp_size": 2, "pp_rank": 1}),
+    "pp": Owner(options={"pp_size": 2, "pp_rank": 1, "first_layer": 4}),
     "cp": Owner(options={"cp_size": 2, "cp_rank": 1}),
     "mla": Owner(lambda: latent_kv(32, dtype=torch.bfloat16)),
 }  # fmt: skip

@@ -166,7 +166,7 @@ async def test_each_shard_of_a_grid_has_one_writer_and_its_own_bytes(
         (tp, pp, cp): await open_cache(
             kv=latent_kv(),
             store=shared.view(),
-            tp_rank=tp, tp_size=2, pp_rank=pp, pp_size=2, cp_rank=cp, cp_size=2,
+            tp_rank=tp, tp_size=2, pp_rank=pp, pp_size=2, cp_rank=cp, cp_size=2, first_layer=4 * pp,
         )
         for tp, pp, cp in grid
     }  # fmt: skip

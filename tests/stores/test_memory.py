@@ -143,6 +143,21 @@ async def test_sizes_times_and_namespaces() -> None:
     assert await store.stat(keys) == [None] * 4 and await store.list_namespaces() == []
 
 
+async def test_manifests_are_never_evicted() -> None:
+    """Pages give way to pages and to manifests; manifests stay until they are deleted."""
+    store = MemoryStore(max_bytes=4)
+    manifests = [f"manifest_{number}" for number in range(5)]
+    assert await store.write(manifests[:2], views(b"0", b"1")) == 2
+    for turn in range(10):
+        assert await store.write([f"{turn}a", f"{turn}b"], views(b"a", b"b")) == 2
+    assert await read_all(store, manifests[:2], 1) == (2, [b"0", b"1"])
+    assert await store.write(manifests[2:], views(b"2", b"3", b"4")) == 2
+    assert await store.write(["page"], views(b"p")) == 0
+    assert await store.list_keys() == tuple(manifests[:4])
+    assert await store.delete(manifests[:1]) == 1
+    assert await store.write(["page"], views(b"p")) == 1
+
+
 async def test_after_close_every_call_is_refused() -> None:
     """A closed store raises StoreUnavailable, and may be closed again."""
     store = MemoryStore()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_async.errors import ConfigError
+from hicache_async.errors import ConfigError, StoreUnavailable
 from hicache_async.stores._slots.segment import check_segment, open_segment
 from hicache_async.stores._slots.slots import Slots
 from hicache_async.stores.mmap import MmapStore
@@ -99,6 +99,29 @@ async def test_a_file_cut_while_it_is_open_is_a_miss(tmp_path: Path) -> None:
     assert await read(store, by_slot[0], nbytes=PAGE_NBYTES) == 1
     assert await read(store, by_slot[-1], nbytes=PAGE_NBYTES) == 0
     assert store.stats["unreadable"] == 1
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("nbytes", [0, 4096, 8192 + 100])
+async def test_a_table_cut_while_it_is_open_is_a_fault(tmp_path: Path, nbytes: int) -> None:
+    """Every call is refused and says how large the file is, and the process lives."""
+    store = open_slots("mmap", tmp_path)
+    await write(store, "a", "b")
+    os.truncate(store.path, nbytes)
+    calls = [
+        lambda: store.count_prefix(["a"]),
+        lambda: read(store, "a"),
+        lambda: write(store, "c"),
+        lambda: store.delete(["a"]),
+        lambda: store.stat(["a"]),
+        store.list_keys,
+        store.list_namespaces,
+        store.sweep,
+    ]
+    for call in calls:
+        with pytest.raises(StoreUnavailable, match=f"was cut to {nbytes} bytes"):
+            await call()
     await store.aclose()
 
 

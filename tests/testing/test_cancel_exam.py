@@ -36,6 +36,9 @@ __all__ = ["logs"]
 
 EXAMINED_ELSEWHERE: set[str] = {
     "Ranks.join",  # needs a group to join: the tests of the groups cancel it
+    # What a cache does not call, or may lack, is cancelled by the exam of stores.
+    *(f"Store.{name}" for name in ("stat", "list_namespaces", "sweep")),
+    *("SupportsStat.stat", "SupportsNamespaces.list_namespaces", "SupportsSweep.sweep"),
 }
 ROLES = {
     "count_prefix": "Store",

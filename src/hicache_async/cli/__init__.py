@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns: 0: fine; 1: it found a problem; 2: wrong usage, or a store that cannot be opened or asked; 130: it
         was interrupted; 141: nobody reads its output any more.
     """
+    _open_streams()
     try:
         options = build_parser().parse_args(arguments)
         # Standard output is for what was asked for; what the stores log goes beside it.
@@ -52,6 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "HICACHE_DEBUG" in os.environ:
             raise
         return _say(f"{type(error).__name__}: {error}; HICACHE_DEBUG=1 shows where", UNUSABLE)
+
+
+def _open_streams() -> None:
+    """Let output that the caller has closed, as ``>&-`` does, go nowhere: there is no stream then at all."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 def _say(text: str, status: int) -> int:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from urllib.parse import quote
 
-from ..abc import Store, SupportsDelete, SupportsListing, SupportsStat, SupportsSweep
+from ..abc import Store, SupportsCodec, SupportsDelete, SupportsListing, SupportsStat, SupportsSweep
+from ..core.codecs import RAW
 from ..errors import HiCacheError
-from ..stores._url import url_path
 from ..stores.registry import open_store
 from ._problem import Problem
+from ._urls import check_places, unchanging
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:")  # one letter and a colon is a path, if an odd one
-_FILE = re.compile(r"(?:[a-z0-9.-]+\+)*file:")
-
-_READ_ONLY: Mapping[str, object] = {"read_only": True, "max_bytes": None, "min_free_bytes": 0}
-"""Options of a FileStore that changes nothing; limits, which a URL for an engine has, would make it delete."""
 
 
 @asynccontextmanager
@@ -27,17 +24,15 @@ async def opened(store: str, *, read_only: bool, must_exist: bool = True) -> Asy
 
     Args:
         store: a URL, or the path of a directory.
-        read_only: let a FileStore remove, make and repair nothing; other stores have no such option.
-        must_exist: refuse a directory that is not there, rather than find it empty or make it.
-    Raises: Problem: there is no such directory, or nothing can open this.
+        read_only: let every FileStore in it remove, make and repair nothing, and no limit be enforced; other
+            stores have no such option.
+        must_exist: refuse what is not there or cannot be listed, rather than find it empty or make it.
+    Raises: Problem: it is not there, or nothing can open this.
     """
     url = _url_of(store)
-    options: dict[str, object] = {}
     try:
-        if _FILE.match(url):
-            _check_directory(url, must_exist=must_exist)
-            options = dict(_READ_ONLY) if read_only else {}
-        opening = open_store(url, **options)
+        check_places(url, must_exist=must_exist)
+        opening = open_store(unchanging(url) if read_only else url)
     except HiCacheError as error:
         raise Problem(f"cannot open {store!r}: {error}") from error
     try:
@@ -48,19 +43,6 @@ async def opened(store: str, *, read_only: bool, must_exist: bool = True) -> Asy
 
 def _url_of(store: str) -> str:
     return store if _URL.match(store) else "file://" + quote(os.path.abspath(store))
-
-
-def _check_directory(url: str, *, must_exist: bool) -> None:
-    path = url_path(url)
-    if not path:  # the private directory of this user
-        return
-    if os.path.exists(path) and not os.path.isdir(path):
-        raise Problem(f"{path!r} is not a directory; give the directory that the file store is in")
-    if must_exist and not os.path.isdir(path):
-        raise Problem(
-            f"there is no directory {path!r}; give the directory of a file store, or a URL such as "
-            "file:///data/kv or shm:name"
-        )
 
 
 def listing_of(store: Store, purpose: str) -> SupportsListing:
@@ -94,6 +76,11 @@ def sweeping_of(store: Store, purpose: str) -> SupportsSweep:
     if isinstance(store, SupportsSweep):
         return store
     raise _lacks(store, "SupportsSweep", "sweep()", purpose)
+
+
+def codec_of(store: Store) -> str:
+    """Return how ``store`` encodes objects; "raw": not at all."""
+    return store.codec if isinstance(store, SupportsCodec) else RAW
 
 
 def _lacks(store: Store, capability: str, method: str, purpose: str) -> Problem:

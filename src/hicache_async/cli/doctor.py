@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import enum
 from argparse import Namespace as Options
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..abc import Store, SupportsCodec
+from ..abc import Store
 from ..core.keys import KeyNames
 from ..core.manifest import Manifest, manifest_of
 from ..core.sharing import Difference, differences, shown
 from ._config import read_config
 from ._inventory import Entry, take_inventory
-from ._opening import opened
+from ._opening import codec_of, opened
 from ._output import Output, counted
 from ._problem import FINE, FOUND, Problem
 from .ls import fields_text
@@ -56,11 +57,13 @@ class Diagnosis:
 
     Attributes:
         num_own: objects under the names of this very rank, or of what it needs; None: the store cannot tell.
+        num_pages: pages of which all that it needs is there; None: as before.
     """
 
     names: KeyNames
     findings: Sequence[Finding]
     num_own: int | None
+    num_pages: int | None
 
     @property
     def own(self) -> Manifest:
@@ -70,8 +73,8 @@ class Diagnosis:
     @property
     def shares(self) -> bool:
         """Whether a cache with this config finds anything."""
-        if self.num_own is not None:
-            return self.num_own > 0
+        if self.num_pages is not None:
+            return self.num_pages > 0
         return any(finding.relation is Relation.OWN for finding in self.findings)
 
 
@@ -79,9 +82,8 @@ async def run(options: Options, output: Output) -> int:
     """Examine the store; returns the exit status."""
     examined = read_config(options.config)
     async with opened(options.store, read_only=True) as store:
-        codec = store.codec if isinstance(store, SupportsCodec) else "raw"
         try:
-            names = examined.names(codec)
+            names = examined.names(codec_of(store))
         except ValueError as error:
             raise Problem(f"{options.config}: {error}") from error
         diagnosis = await _diagnose(store, names, output)
@@ -92,6 +94,7 @@ async def run(options: Options, output: Output) -> int:
         "fields": diagnosis.own.fields,
         "shares": diagnosis.shares,
         "own_objects": diagnosis.num_own,
+        "own_pages": diagnosis.num_pages,
         "namespaces": [_as_dict(finding) for finding in diagnosis.findings],
     }
     output.document(document, _text(options, diagnosis))
@@ -102,10 +105,16 @@ async def _diagnose(store: Store, names: KeyNames, output: Output) -> Diagnosis:
     inventory = await take_inventory(store, output)
     own = manifest_of(names.namespace)
     findings = [_find(own, entry) for entry in inventory.entries if entry.digest]
-    num_own = None
+    num_own = num_pages = None
     if inventory.keys is not None:
-        num_own = sum(key.endswith(names.suffixes) for key in inventory.keys)
-    return Diagnosis(names, sorted(findings, key=Finding.rank), num_own)
+        chunks = Counter(_page_of(key, names) for key in inventory.keys if key.endswith(names.suffixes))
+        num_own = chunks.total()
+        num_pages = sum(count == names.num_chunks for count in chunks.values())
+    return Diagnosis(names, sorted(findings, key=Finding.rank), num_own, num_pages)
+
+
+def _page_of(key: str, names: KeyNames) -> str:
+    return key.partition(f"_{names.namespace.digest}")[0]
 
 
 def _find(own: Manifest, entry: Entry) -> Finding:
@@ -151,11 +160,14 @@ def _verdict(options: Options, diagnosis: Diagnosis) -> Iterator[str]:
     usable = [finding for finding in diagnosis.findings if finding.has_objects]
     near = [finding for finding in usable if finding.relation is Relation.SAME_MODEL]
     if diagnosis.shares:
-        number = "" if diagnosis.num_own is None else f": {counted(diagnosis.num_own, 'object')}"
+        number = "" if diagnosis.num_pages is None else f": {counted(diagnosis.num_pages, 'page')}"
         yield f"SHARES  this config finds what is stored under its own names{number}"
         num_others = sum(finding.entry.num_objects or 0 for finding in near)
         if num_others:
             yield f"        and cannot find {counted(num_others, 'object')} of this model under others, as follows"
+    elif diagnosis.num_own:
+        yield "NO HITS of no page all is there that this config needs, only some of its"
+        yield f"        {diagnosis.names.num_chunks:,} objects: {diagnosis.num_own:,} in all; the other ranks have to store theirs, too"
     elif any(finding.relation is Relation.OWN for finding in usable):
         yield "NO HITS the namespace is right, and all of it is of other ranks: no key ends as this config's do,"
         yield f"        in {diagnosis.names.suffix}; set tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size as"

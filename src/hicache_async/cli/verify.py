@@ -9,21 +9,25 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from ..abc import Store, SupportsStats
+from ..abc import Store
 from ..core.keys import namespace_of
-from ..core.manifest import MANIFEST_NBYTES, decode, is_manifest_key
-from ..stores._files.object import Fault
+from ..core.manifest import MANIFEST_NBYTES, is_manifest_key
+from ..stores.catalog import read_manifests
 from ..types import Stop, StopToken
 from ._inventory import KEYS_A_BATCH, batches, keys_of, stat_all
-from ._opening import deleting_of, listing_of, opened, stating_of
+from ._look import MAX_OBJECT_NBYTES, REMOVED, Look, is_believed, look
+from ._opening import codec_of, deleting_of, listing_of, opened, stating_of
 from ._output import Output, Progress, counted, nbytes_text
 from ._problem import FINE, FOUND
 
 READ_NBYTES = 32 << 20
 """What one read brings at most, but for a single larger object; each job holds as much."""
 
-Run = list[tuple[str, int]]
-"""Keys, and the sizes of their objects, that one read brings."""
+Run = list[tuple[str, int | None]]
+"""Keys, and the sizes of their objects, that one read brings; None: it is not read."""
+
+UNKNOWN = "unknown"
+"""The codec of objects in a namespace without a manifest."""
 
 
 @dataclass(slots=True)
@@ -31,19 +35,46 @@ class Checked:
     """What a pass over a store has found.
 
     Attributes:
-        suspects: keys that were not read, or read and not believed; each is looked at once more, alone.
+        suspects: keys that were not read, or read and not believed, and whether a buffer of their size was found
+            to be damaged; each is looked at once more, alone.
         sizes: of the good objects, by namespace.
     """
 
     num_objects: int = 0
     nbytes: int = 0
-    suspects: list[str] = field(default_factory=list)
+    suspects: dict[str, bool] = field(default_factory=dict)
     sizes: dict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
 
     def usual_nbytes(self, key: str) -> int | None:
         """Return the size that most good objects beside ``key`` have; None: there are none."""
         found = self.sizes[namespace_of(key)].most_common(1)
         return MANIFEST_NBYTES if is_manifest_key(key) else found[0][0] if found else None
+
+
+class _Codecs:
+    """Which objects a store can check: those that were written through its codec.
+
+    Args:
+        written: the codec of each namespace whose manifest says it.
+    """
+
+    def __init__(self, own: str, written: Mapping[str, str]) -> None:
+        self._own = own
+        self._written = written
+        self.skipped: Counter[str] = Counter()
+
+    def checked(self, keys: Sequence[str]) -> list[str]:
+        """Return those of ``keys`` that are not of another codec, and count the others."""
+        codecs = [self._own if is_manifest_key(key) else self._written.get(namespace_of(key)) for key in keys]
+        self.skipped.update(codec for codec in codecs if codec is not None and codec != self._own)
+        return [key for key, codec in zip(keys, codecs, strict=True) if codec in (self._own, None)]
+
+    def skips(self, key: str, found: Look) -> bool:
+        """Return whether an object may be good through a codec that is not known, and count it then."""
+        if is_manifest_key(key) or namespace_of(key) in self._written or not found.is_unclear:
+            return False
+        self.skipped[UNKNOWN] += 1
+        return True
 
 
 async def run(options: Options, output: Output) -> int:
@@ -54,21 +85,41 @@ async def run(options: Options, output: Output) -> int:
         stating_of(store, "verify needs to know how large objects are")
         if options.delete:
             deleting_of(store, "verify --delete deletes objects")
-        checked = await _check_all(store, await keys_of(listing, digests), options.jobs, output)
-        found = {
-            key: await _fault_of(store, key, checked.usual_nbytes(key)) for key in sorted(checked.suspects)
-        }
-    bad = {key: fault for key, fault in found.items() if fault is not None}
+        keys = await keys_of(listing, digests)
+        codecs = await _codecs(store, keys)
+        checked = await _check_all(store, codecs.checked(keys), options.jobs, output)
+        bad = await _look_again(store, checked, codecs)
     num_deleted = await _delete(options.store, bad) if options.delete and bad else 0
     document = {
         "store": options.store,
         "objects": checked.num_objects,
         "nbytes": checked.nbytes,
-        "bad": [{"key": key, "reason": reason} for key, reason in bad.items()],
+        "bad": [{"key": key, "reason": found.fault} for key, found in bad.items()],
         "deleted": num_deleted,
+        "skipped": dict(sorted(codecs.skipped.items())),
     }
-    output.document(document, _text(checked, bad, num_deleted, deletes=options.delete))
+    output.document(document, _text(checked, bad, codecs.skipped, num_deleted if options.delete else None))
     return FOUND if bad else FINE
+
+
+async def _codecs(store: Store, keys: Sequence[str]) -> _Codecs:
+    manifests = await read_manifests(store, sorted({namespace_of(key) for key in keys} - {""}))
+    written = {digest: str(manifest.fields.get("codec")) for digest, manifest in manifests.items()}
+    return _Codecs(codec_of(store), written)
+
+
+async def _look_again(store: Store, checked: Checked, codecs: _Codecs) -> dict[str, Look]:
+    bad: dict[str, Look] = {}
+    for key, was_corrupt in sorted(checked.suspects.items()):
+        usual_nbytes = checked.usual_nbytes(key)
+        found = await look(store, key, usual_nbytes=usual_nbytes, was_corrupt=was_corrupt)
+        if found.fault is None:
+            continue
+        if codecs.skips(key, found):
+            checked.num_objects -= 1
+        else:
+            bad[key] = found
+    return bad
 
 
 async def _check_all(store: Store, keys: Sequence[str], num_jobs: int, output: Output) -> Checked:
@@ -100,88 +151,65 @@ async def _runs(store: Store, keys: Sequence[str]) -> AsyncGenerator[Run]:
     for batch in batches(keys, KEYS_A_BATCH):
         found, nbytes = Run(), 0
         for key, stat in zip(batch, await stat_all(store, batch), strict=True):
-            # What has no size cannot be an object; reading it says why.
-            size = 1 if stat is None else max(1, stat.nbytes)
-            if found and nbytes + size > READ_NBYTES:
+            # What has no size cannot be an object, and what is too large is not held; a second look says why.
+            size = None if stat is None or stat.nbytes > MAX_OBJECT_NBYTES else max(1, stat.nbytes)
+            if found and nbytes + (size or 0) > READ_NBYTES:
                 yield found
                 found, nbytes = [], 0
             found.append((key, size))
-            nbytes += size
+            nbytes += size or 0
         yield found
 
 
 async def _check(store: Store, run: Run, checked: Checked) -> None:
-    buffers = [memoryview(bytearray(size)) for _, size in run]
-    keys = [key for key, _ in run]
+    checked.suspects.update((key, False) for key, size in run if size is None)
+    buffers = [memoryview(bytearray(size)) for _, size in run if size is not None]
+    keys = [key for key, size in run if size is not None]
     place = 0
     while place < len(keys):
-        count = await store.read(keys[place:], buffers[place:], StopToken())
+        stop = StopToken()
+        count = await store.read(keys[place:], buffers[place:], stop)
         for key, buffer in zip(keys[place : place + count], buffers[place:], strict=False):
             checked.nbytes += buffer.nbytes
-            if not _is_believed(key, buffer):
-                checked.suspects.append(key)
+            if not is_believed(key, buffer):
+                checked.suspects[key] = False
             elif not is_manifest_key(key):
                 checked.sizes[namespace_of(key)][buffer.nbytes] += 1
-        checked.suspects += keys[place + count : place + count + 1]
+        for key in keys[place + count : place + count + 1]:
+            checked.suspects[key] = stop.reason is Stop.CORRUPT
         place += count + 1
-    checked.num_objects += len(keys)
+    checked.num_objects += len(run)
 
 
-def _is_believed(key: str, payload: memoryview) -> bool:
-    return not is_manifest_key(key) or decode(namespace_of(key), payload) is not None
-
-
-async def _fault_of(store: Store, key: str, usual_nbytes: int | None = None) -> str | None:
-    """Return what is wrong with one object, as the store counts it; None: nothing, or it is gone by now.
-
-    To be called while nothing else reads from ``store``.
-
-    Args:
-        usual_nbytes: what an object of a wrong length should have had, to tell how it is wrong.
-    """
-    (stat,) = await stat_all(store, [key])
-    nbytes = 1 if stat is None else stat.nbytes
-    fault = await _read_alone(store, key, nbytes)
-    if fault in (None, Fault.MISSING) or (stat is None and fault == Stop.VANISHED):
-        return None
-    if usual_nbytes not in (None, nbytes):
-        fault = await _read_alone(store, key, usual_nbytes) or fault
-    return fault
-
-
-async def _read_alone(store: Store, key: str, nbytes: int) -> str | None:
-    buffer, before, stop = memoryview(bytearray(max(1, nbytes))), _counts(store), StopToken()
-    if await store.read([key], [buffer], stop) == 1:
-        return None if _is_believed(key, buffer) else "manifest"
-    after = _counts(store)
-    risen = [str(fault) for fault in Fault if after.get(fault, 0) > before.get(fault, 0)]
-    return risen[0] if risen else str(stop.reason or "unreadable")
-
-
-def _counts(store: Store) -> dict[str, int]:
-    return dict(store.stats) if isinstance(store, SupportsStats) else {}
-
-
-async def _delete(name: str, bad: Mapping[str, str]) -> int:
-    # Each is read again by a store that may write: what is good by now, since somebody stored it anew, stays.
+async def _delete(name: str, bad: Mapping[str, Look]) -> int:
+    # Each is read again by a store that may write: what is good by now, since somebody stored it anew, stays. One
+    # that may be good for others is not even read, for such a store may remove it.
     num_deleted = 0
     async with opened(name, read_only=False) as store:
         deleting = deleting_of(store, "verify --delete deletes objects")
-        for key in bad:
-            if await _fault_of(store, key) is not None:
+        for key in (key for key, found in bad.items() if found.is_damage):
+            found = await look(store, key)
+            if found.is_damage:
                 await deleting.delete([key])
-                num_deleted += 1
+            num_deleted += found.is_damage or found.fault == REMOVED
     return num_deleted
 
 
-def _text(checked: Checked, bad: Mapping[str, str], num_deleted: int, *, deletes: bool) -> Iterator[str]:
+def _text(
+    checked: Checked, bad: Mapping[str, Look], skipped: Mapping[str, int], num_deleted: int | None
+) -> Iterator[str]:
     found = counted(len(bad), "bad object") if bad else "all good"
     yield f"{counted(checked.num_objects, 'object')} checked, {nbytes_text(checked.nbytes)} read: {found}"
-    for reason in sorted(set(bad.values())):
-        keys = [key for key, each in bad.items() if each == reason]
+    for reason in sorted({str(each.fault) for each in bad.values()}):
+        keys = [key for key, each in bad.items() if each.fault == reason]
         yield f"{reason}: {counted(len(keys), 'object')}"
         yield from (f"    {key}" for key in keys)
-    if bad and deletes:
+    for codec, count in sorted(skipped.items()):
+        how = "of a codec that is not known" if codec == UNKNOWN else f"of codec {codec}"
+        yield f"skipped: {counted(count, 'object')} {how}; open the store as the cache that wrote them to check those"
+    if bad and num_deleted is not None:
         yield f"{counted(num_deleted, 'bad object')} deleted"
+        if num_deleted < len(bad):
+            yield "what may be good for others, or cannot be read at all, was left; hicache rm and gc delete it"
     elif bad:
-        yield "nothing was changed: a cache takes a bad object for a missing one; --delete removes them"
+        yield "nothing was changed: a cache takes a bad object for a missing one; --delete removes the damaged"

@@ -267,8 +267,25 @@ def _token_group(config: CacheConfig, kv: KVShape) -> int:
 # Layers
 
 
+def first_layer(config: CacheConfig) -> int:
+    """Return where in the model the layers of this stage begin.
+
+    An even split is not taken for granted: a stage cannot tell that it is one, and two fleets that are uneven in
+    different ways would exchange wrong layers under right names.
+
+    Raises: NamespaceError: it has to be said and is not.
+    """
+    first = config.first_layer
+    if first is None and config.pp_rank > 0:
+        raise NamespaceError(
+            f"first_layer is not set, and this is stage {config.pp_rank} of pp_size {config.pp_size}; set "
+            "first_layer to the number of the first layer that it holds, counted from 0"
+        )
+    return first or 0
+
+
 def _layers(config: CacheConfig, kv: KVShape) -> range:
-    num, total, first = kv.num_layers, config.total_layers, config.first_layer
+    num, total = kv.num_layers, config.total_layers
     pp_rank, pp_size = config.pp_rank, config.pp_size
     if total is None:
         if pp_size > 1:
@@ -277,13 +294,7 @@ def _layers(config: CacheConfig, kv: KVShape) -> range:
                 "in the model they lie; set total_layers to that of the model"
             )
         total = num
-    if first is None:
-        if num * pp_size != total:
-            raise NamespaceError(
-                f"total_layers is {total}, and {num} layers on each of pp_size {pp_size} stages are {num * pp_size}; "
-                "where stages hold unlike numbers of layers set first_layer on every stage"
-            )
-        first = pp_rank * num
+    first = first_layer(config)
     last = total - (pp_size - 1 - pp_rank)  # every stage before and after has a layer at least
     is_possible = pp_rank <= first and first + num <= last
     is_at_end = (pp_rank > 0 or first == 0) and (pp_rank < pp_size - 1 or first + num == total)

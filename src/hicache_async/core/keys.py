@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ..config import CacheConfig, HostLayout, KeyScheme
-from .grid import Cell, KVShape, grid_of, page_cells, token_share, total_heads
+from .grid import Cell, KVShape, first_layer, grid_of, page_cells, token_share, total_heads
 
 SCHEMA_VERSION = 1
 _DIGEST = re.compile(r"ukv[0-9]+-[0-9a-f]{16}")
@@ -172,7 +172,9 @@ def _own_layout(config: CacheConfig, kv: KVShape) -> str:
     else:
         order = "layer_kv_token"
     is_slice = token_share(config, kv) > 1
-    return f"{order}:{_widths(kv)}" + (f";tokens={kv.page_size}" if is_slice else "")
+    first = first_layer(config)
+    place = (f";tokens={kv.page_size}" if is_slice else "") + (f";first_layer={first}" if first else "")
+    return f"{order}:{_widths(kv)}{place}"
 
 
 # One object a cell of the model

@@ -13,6 +13,7 @@ from .._hop import Hop
 from .._log import logger
 from ..abc import Store, SupportsDelete, SupportsListing
 from ..core.clear import namespace_pattern
+from ..core.codecs import check_dtype
 from ..errors import ConfigError, StoreUnavailable
 from .backup import Backups
 from .calls import answered_count, codec_of, fault_of, start_store_call
@@ -84,6 +85,16 @@ class Attachment:
                 f"the {name} was cleared in part only; clear() it again or detach_store() first"
             )
         return False
+
+    def check_codec(self, store: Store) -> None:
+        """Raise ConfigError where ``store`` encodes other elements, or must not get what is here from a lossy one."""
+        ctx, codec = self._ctx, codec_of(store)
+        check_dtype(codec, ctx.kv.dtype)
+        if ctx.lossy_codec is not None and codec != ctx.lossy_codec:
+            raise ConfigError(
+                f"the store's codec is {codec}, and there are pages here from a store with {ctx.lossy_codec}, "
+                "which are not exact; clear() first, or attach a store with that codec"
+            )
 
     def attach(self, store: Store) -> None:
         """Use ``store`` from now on; what is on the host already is written to it, too."""

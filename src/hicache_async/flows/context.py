@@ -68,6 +68,7 @@ class Context:
         ranks_lost: why the group of ranks is no more.
         loss: done when it is.
         votes: loads whose offer to the other ranks is out and not settled yet: it must stay true.
+        lossy_codec: of the store that pages here came from, where that is not exact; None: all are what was computed.
         offers_nothing: a tier is about to be cleared, so loads offer nothing of what is cached.
         leaving: tells the other ranks that this one votes no more; a close waits for it.
     """
@@ -104,6 +105,7 @@ class Context:
     prefetches: set[Prefetch] = field(default_factory=set)
     votes: set[asyncio.Future[None]] = field(default_factory=set)
     offers_nothing: bool = False
+    lossy_codec: str | None = None
     leaving: asyncio.Task[None] | None = None
     loss: asyncio.Future[None] = field(init=False)
     hops: HopRegistry = field(init=False)

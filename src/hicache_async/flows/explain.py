@@ -207,17 +207,19 @@ def _foresee_prefetch(prompt: _Prompt, match: Match, survey: Survey) -> tuple[in
 
 def _pages(prompt: _Prompt, survey: Survey, operator_pins: Collection[Pinned]) -> tuple[PageExplanation, ...]:
     ctx = prompt.ctx
-    nodes, keys = prompt.nodes(), ctx.keys.keys(prompt.hashes)[:: ctx.keys.num_chunks]
+    nodes, keys, num_chunks = prompt.nodes(), ctx.keys.keys(prompt.hashes), ctx.keys.num_chunks
     keepers = _keepers(ctx, prompt.whole().path, operator_pins)
     being_read = prompt.pages_being_read()
     pages: list[PageExplanation] = []
     for index, node in enumerate(nodes):
+        stored = survey.is_stored(index)
+        chunk = survey.missing_chunk(index) if stored is False else None  # the one that an operator looks for
         page = PageExplanation(
             index=index,
             start_token=index * ctx.page_tokens,
             end_token=(index + 1) * ctx.page_tokens,
-            key=keys[index],
-            store=_STORE_PLACES[survey.is_stored(index)],
+            key=keys[index * num_chunks + (chunk or 0)],
+            store=_STORE_PLACES[stored],
         )
         if node is not None:
             page = dataclasses.replace(

@@ -11,6 +11,7 @@ from .._hop import Hop
 from .._log import logger
 from ..abc import Store
 from ..config import PrefetchOverflow
+from ..core.codecs import is_lossless
 from ..core.holding import Holding
 from ..core.node import Node
 from ..core.pool import NO_PAGES, Owner
@@ -296,6 +297,9 @@ class Fetch:
             graft = ctx.tree.graft(
                 Tier.HOST, anchor, self._data, self._hashes, start, pages[:count], source=Owner.HOP
             )
+            codec = ctx.keys.namespace.codec
+            if not is_lossless(codec):
+                ctx.lossy_codec = codec
             for run in graft.duplicates:
                 ctx.host_pool.free(pages[run], Owner.HOP)
             self._advance(graft.end, start + count)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, takewhile
 
 from ..abc import SupportsRefusal
-from ..config import WritePolicy
+from ..config import KeyScheme, WritePolicy
 from ..core.keys import Namespace, namespace_of
 from ..core.manifest import Manifest, manifest_of
 from ..core.sharing import differences
@@ -98,7 +98,7 @@ def _of_absence(ctx: Context, explained: Explanation, survey: Survey) -> Iterato
     if explained.other_namespace is not None:
         yield (
             f"page {first.index:,} is stored under another name, which ends in {explained.other_namespace} and "
-            f"not in {explained.namespace}: {_difference(ctx.keys.namespace, explained)}"
+            f"not in {_suffix_of(first.key)}: {_difference(ctx.keys.namespace, explained)}"
         )
     hole = list(takewhile(lambda page: page.store is Place.ABSENT, pages[first.index :]))
     later = next((page for page in pages[first.index :] if page.store is Place.PRESENT), None)
@@ -108,15 +108,43 @@ def _of_absence(ctx: Context, explained: Explanation, survey: Survey) -> Iterato
             "found. It has evicted what it lacks, or never got it: write_back keeps the head of a prompt on the "
             "device"
         )
+    if ctx.keys.num_chunks > 1:
+        yield _of_chunks(ctx, first, survey)
     if not ctx.keys.writes:
-        yield (
-            f"this rank never writes (tp_rank {ctx.config.tp_rank}): the KV of MLA is the same on all ranks, "
-            "and tp_rank 0 stores it; see whether that one runs and writes"
-        )
+        yield _who_writes(ctx)
     elif ctx.store is not None:
         yield from _of_writing(ctx, pages)
     if not survey.lists_names and survey.fault is None:
         yield "this store has not listed its names, so whether it has the pages under others is not known"
+
+
+def _of_chunks(ctx: Context, page: PageExplanation, survey: Survey) -> str:
+    num_chunks, chunk = ctx.keys.num_chunks, survey.missing_chunk(page.index)
+    if chunk is None:
+        return f"of page {page.index:,} at least one of {num_chunks:,} chunks is missing; which, is not known"
+    return f"of the {num_chunks:,} chunks of page {page.index:,} the first that is missing is {page.key}"
+
+
+def _who_writes(ctx: Context) -> str:
+    # Which rank does is in the grid: of those that hold the same the first.
+    config, kv = ctx.config, ctx.kv
+    reasons = []
+    tp_writer = cp_writer = 0
+    if kv.is_mla:
+        reasons += ["the KV of MLA is the same on all tp ranks"] if config.tp_rank else []
+    else:
+        copies = kv.kv_heads * config.tp_size // ctx.keys.namespace.total_kv_heads
+        tp_writer = config.tp_rank - config.tp_rank % copies
+        reasons += [f"{copies} tp ranks hold copies of the same heads"] if tp_writer != config.tp_rank else []
+    if kv.page_size == config.page_size and config.key_scheme is KeyScheme.UNIFIED:
+        reasons += ["each cp rank holds whole pages, all the same"] if config.cp_rank else []
+    else:
+        cp_writer = config.cp_rank
+    return (
+        f"this rank never writes (tp_rank {config.tp_rank}, cp_rank {config.cp_rank}): "
+        f"{' and '.join(reasons)}, so another rank holds the same chunks and writes them: tp_rank {tp_writer}, "
+        f"cp_rank {cp_writer} of this stage; see whether that one runs and writes"
+    )
 
 
 def _of_writing(ctx: Context, pages: Sequence[PageExplanation]) -> Iterator[str]:
@@ -182,6 +210,11 @@ def _missing_tokens(explained: Explanation) -> int:
 
 def _first_stale(explained: Explanation, survey: Survey) -> int:
     return next((page.index for page in explained.pages if survey.is_stale(page.index)), 0)
+
+
+def _suffix_of(key: str) -> str:
+    _, line, suffix = key.partition("_")  # behind the page's hash
+    return line + suffix
 
 
 def _named(run: Sequence[PageExplanation]) -> str:

@@ -8,14 +8,21 @@ from typing import TypeVar
 
 from .._log import logger
 from ..abc import Store, SupportsListing, SupportsNamespaces
+from ..config import KeyScheme
 from ..core.manifest import Manifest, manifest_of
-from ..core.sharing import Difference, nearest
+from ..core.sharing import Difference, RankGrid, is_other_stage, nearest, rank_grid
 from ..stores.catalog import count_objects, list_namespaces, read_manifests, write_manifest
 from .context import Context, settled_within
 from .gates import refusal_of
 
 MAX_MANIFESTS = 64
 """Manifests of other namespaces that are read when a store comes; a store with more is one for the doctor."""
+
+MAX_GRIDS = 16
+"""Ranks of another grid that the warning names."""
+
+_KEYS_A_TURN = 1 << 14
+"""Listed names looked through in one turn of the loop, some 10 ms."""
 
 T = TypeVar("T")
 
@@ -57,24 +64,80 @@ class Namespaces:
 
     async def _look(self, store: Store) -> None:
         ours = manifest_of(self._ctx.keys.namespace)
-        digests = await list_namespaces(store)
-        others = [digest for digest in digests or () if digest != ours.digest][:MAX_MANIFESTS]
-        if not others:
+        keys: Sequence[str] | None = None
+        if isinstance(store, SupportsNamespaces):
+            digests = await list_namespaces(store) or []
+        elif isinstance(store, SupportsListing):
+            keys = await store.list_keys()
+            digests = sorted(await count_objects(keys, manifests=True))
+        else:
             return
-        manifests = (await read_manifests(store, others)).values()
-        related = [manifest for manifest in manifests if self._may_be_ours(ours, manifest)]
-        if related:
-            is_new = isinstance(store, SupportsNamespaces) and ours.digest not in (digests or ())
-            related = await _with_objects(store, ours.digest, related, is_new=is_new)
-        if related:
-            self._warn(store, nearest(ours, related))
+        related = await self._related(store, ours, digests)
+        is_known = ours.digest in digests
+        # All names may be millions: they are listed where another namespace, or another rank, may have what we lack.
+        if (
+            keys is None
+            and isinstance(store, SupportsListing)
+            and (related or (is_known and self._has_peers))
+        ):
+            keys = await store.list_keys()
+        if keys is None:
+            if related and not is_known:
+                self._warn(store, nearest(ours, related))
+            return
+        grids = await self._other_grids(keys)
+        is_new = isinstance(store, SupportsNamespaces) and not is_known
+        if grids:
+            self._warn_of_grids(store, grids)
+        elif related and (found := await _with_objects(keys, ours.digest, related, is_new=is_new)):
+            self._warn(store, nearest(ours, found))
 
-    def _may_be_ours(self, ours: Manifest, other: Manifest) -> bool:
+    async def _related(self, store: Store, ours: Manifest, digests: Sequence[str]) -> list[Manifest]:
         # The other stages of a pipeline have other layers by right; they say nothing about this one's hits.
-        names = ours.fields.keys() | other.fields.keys()
-        different = {name for name in names if ours.fields.get(name) != other.fields.get(name)}
-        is_stage = self._ctx.config.pp_size > 1 and different == {"layer_partition"}
-        return "model_id" not in different and not is_stage
+        others = [digest for digest in digests if digest not in ("", ours.digest)][:MAX_MANIFESTS]
+        found = (await read_manifests(store, others)).values() if others else ()
+        return [
+            other for other in found if other.model_id == ours.model_id and not is_other_stage(ours, other)
+        ]
+
+    @property
+    def _has_peers(self) -> bool:
+        config = self._ctx.config
+        return config.tp_size * config.pp_size * config.cp_size > 1
+
+    async def _other_grids(self, keys: Sequence[str]) -> list[RankGrid]:
+        """Return whose pages of our own namespace there are where all are of rank grids of other sizes than ours.
+
+        The other ranks of our own grid may have stored before us, so theirs are no reason to say anything.
+        """
+        names = self._ctx.keys
+        if self._ctx.config.key_scheme is KeyScheme.UNIFIED:
+            return []
+        is_mla = names.namespace.rank_replicated
+        own = rank_grid(names.suffix, is_mla=is_mla)
+        suffixes = await _suffixes_of(keys, names.namespace.digest)
+        if own is None or not suffixes.isdisjoint(names.suffixes):
+            return []
+        found = {rank_grid(suffix, is_mla=is_mla) for suffix in suffixes}
+        return sorted(grid for grid in found if grid is not None and grid.sizes != own.sizes)
+
+    def _warn_of_grids(self, store: Store, grids: Sequence[RankGrid]) -> None:
+        names = self._ctx.keys
+        own = rank_grid(names.suffix, is_mla=names.namespace.rank_replicated)
+        logger.warning(
+            "store.other_namespaces",
+            store=type(store).__name__,
+            model_id=names.namespace.model_id,
+            namespace=names.namespace.digest,
+            others=[str(grid) for grid in grids[:MAX_GRIDS]],
+            nearest=names.namespace.digest,
+            different=[f"stored for {grids[0]}; this rank is {own}"],
+            advice=[
+                "run with the same tp_size, pp_size and cp_size as those that wrote it, or set "
+                'key_scheme = "unified" on both sides, and store anew'
+            ],
+            hint="the store has pages of this namespace, all of ranks of another grid, so nothing of it is hit",
+        )
 
     def _warn(self, store: Store, found: Sequence[tuple[Manifest, Sequence[Difference]]]) -> None:
         other, different = found[0]
@@ -124,19 +187,29 @@ class Namespaces:
 
 
 async def _with_objects(
-    store: Store, own_digest: str, others: Sequence[Manifest], *, is_new: bool
+    keys: Sequence[str], own_digest: str, others: Sequence[Manifest], *, is_new: bool
 ) -> list[Manifest]:
     """Return those of ``others`` that have objects; none where our own namespace has.
 
-    A namespace may be there for its manifest alone. Only a list of all names tells, so only here is it asked for;
-    where a store has none, a namespace that is there counts as one with objects.
+    A namespace may be there for its manifest alone. Only the list of all names tells.
 
     Args:
         is_new: our own namespace was not there; what has come since, this cache has written.
     """
-    if not isinstance(store, SupportsListing):
-        return list(others) if is_new else []
-    counts = await count_objects(await store.list_keys())
+    counts = await count_objects(keys)
     if counts[own_digest] and not is_new:
         return []
     return [manifest for manifest in others if counts[manifest.digest]]
+
+
+async def _suffixes_of(keys: Sequence[str], digest: str) -> set[str]:
+    """Return what the names of the pages of one namespace end in, without the hashes of pages."""
+    found: set[str] = set()
+    wanted = f"_{digest}_"
+    for start in range(0, len(keys), _KEYS_A_TURN):
+        for key in keys[start : start + _KEYS_A_TURN]:
+            _, middle, tail = key.partition(wanted)
+            if middle:  # a manifest ends with the digest
+                found.add(middle + tail)
+        await asyncio.sleep(0)
+    return found

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from ..abc import Store, SupportsCodec, SupportsDelete, SupportsStat
+from ..core.codecs import is_lossless
 from ..core.manifest import is_manifest_key
 from ..errors import ConfigError, StoreUnavailable
 from ..types import ObjectStat, Stop, StopToken
@@ -81,7 +82,7 @@ class CodecStore(_Coded):
         when the read has returned, or, where it was cancelled, when ``stop`` is quiet.
     Cancellation: of a read ends it at once, after the page in hand; of a write too, which until then still
         reads that page.
-    Raises: ConfigError: an option that cannot work, or an ``inner`` that cannot tell sizes for zstd.
+    Raises: ConfigError: an option that cannot work, or an ``inner`` that cannot tell sizes for zstd, or is lossy.
     """
 
     def __new__(cls, inner: Store, *args: Any, **options: Any) -> CodecStore:
@@ -107,6 +108,11 @@ class CodecStore(_Coded):
             raise ConfigError(
                 f"codec {codec.name} needs a store that can tell the sizes of its objects; a "
                 f"{type(inner).__name__} lacks {SupportsStat.__name__}"
+            )
+        if isinstance(inner, SupportsCodec) and not is_lossless(inner.codec):
+            raise ConfigError(
+                f"codec {codec.name} stands before {inner.codec}, which does not give back the frames of others; let "
+                "the lossy one come first, as in fp8+zstd+URL"
             )
         self.inner = inner
         self._codec = codec

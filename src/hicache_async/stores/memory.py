@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import Self
 
 from ..core.keys import namespace_of
+from ..core.manifest import is_manifest_key
 from ..errors import ConfigError, StoreUnavailable
 from ..types import ObjectStat, Stop, StopToken
 from ._buffers import check_buffers
@@ -79,8 +80,8 @@ class MemoryStore:
     async def write(self, keys: Sequence[str], pages: Sequence[memoryview]) -> int:
         """Copy pages, in order, and return how many are stored, consecutive from 0.
 
-        A key that is present is touched. A write never evicts its own pages: it ends where they no
-        longer fit. Cancellation: between turns; what was stored stays.
+        A key that is present is touched. A write evicts neither its own pages nor manifests: it ends where
+        they no longer fit. Cancellation: between turns; what was stored stays.
         """
         self._check_open()
         check_buffers(keys, pages, writable=False)
@@ -148,8 +149,8 @@ class MemoryStore:
         if nbytes > self._max_bytes:
             return False
         while self._nbytes + nbytes > self._max_bytes:
-            oldest = next(iter(self._objects))
-            if oldest in own:
+            oldest = next((key for key in self._objects if not is_manifest_key(key)), None)
+            if oldest is None or oldest in own:
                 return False
             self._remove(oldest)
         return True

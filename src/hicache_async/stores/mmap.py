@@ -15,8 +15,12 @@ class MmapStore(SlotStore):
     """Keep objects in one file of fixed slots, found again after a restart; see :class:`SlotStore`.
 
     Only the table is mapped. Payloads are read and written by system calls, so that a medium that fails, or a
-    file that is cut, makes a miss and not a SIGBUS. Nothing is synced: after a crash of the machine
-    what had not reached the medium is found to be damaged, and free. The file is there until it is removed.
+    file that is cut within them, makes a miss and not a SIGBUS. A file that is cut within its table makes every
+    call raise StoreUnavailable: each page looks at the size first. In the moments between that look and the
+    access a cut, or a medium that fails to give the table, still ends the process by a SIGBUS.
+
+    Nothing is synced: after a crash of the machine what had not reached the medium is found to be damaged, and
+    free. The file is there until it is removed.
 
     Args:
         path: the file, made when first used; its directory must exist. On a local disk: locks and

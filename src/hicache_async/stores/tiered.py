@@ -22,7 +22,7 @@ from ..types import ObjectStat, Stop, StopToken
 from ._buffers import check_buffers
 from ._guard.attempt import Deadline
 from ._guard.operations import is_fault
-from ._tiers.fills import Fills
+from ._tiers.fills import Fills, Source
 from ._tiers.read import MAX_TURNS, TierRead
 from ._wrapping import Mixins, able, kind_of, stats_of
 from .guard import GuardedStore, RunningLoopClock
@@ -195,21 +195,27 @@ class TieredStore(_Tiers):
             return 0
         stop.job_started()
         try:
-            reading = TierRead(keys, into, stop)
-            await reading.run(self.fast, self.slow, self._held_by_fast)
-            num_slow = len(reading.from_slow)
-            self._counts["pages_from_slow"] += num_slow
-            self._counts["pages_from_fast"] += len(keys) - len(reading.missing) - num_slow
-            if reading.error is not None and reading.count == 0:
-                raise reading.error
-            if reading.from_slow and not stop.stopped:
-                brought = reading.from_slow
-                await self._fills.add([keys[item] for item in brought], [into[item] for item in brought])
-            if not reading.missing:
-                stop.reason = None
-            return reading.count
+            with self._fills.source(keys) as source:
+                return await self._read(keys, into, stop, source)
         finally:
             stop.job_ended()
+
+    async def _read(
+        self, keys: Sequence[str], into: Sequence[memoryview], stop: StopToken, source: Source
+    ) -> int:
+        reading = TierRead(keys, into, stop)
+        await reading.run(self.fast, self.slow, self._held_by_fast)
+        num_slow = len(reading.from_slow)
+        self._counts["pages_from_slow"] += num_slow
+        self._counts["pages_from_fast"] += len(keys) - len(reading.missing) - num_slow
+        if reading.error is not None and reading.count == 0:
+            raise reading.error
+        if reading.from_slow and not stop.stopped:
+            brought = reading.from_slow
+            await self._fills.add(source, [keys[item] for item in brought], [into[item] for item in brought])
+        if not reading.missing:
+            stop.reason = None
+        return reading.count
 
     async def write(self, keys: Sequence[str], pages: Sequence[memoryview]) -> int:
         """Store pages in the slow tier, in order, and return how many, consecutive from 0.
@@ -219,8 +225,9 @@ class TieredStore(_Tiers):
         """
         keys, pages = tuple(keys), tuple(pages)
         check_buffers(keys, pages, writable=False)
-        count = await self.slow.write(keys, pages)
-        await self._fills.add(keys[:count], pages[:count])
+        with self._fills.source(keys) as source:
+            count = await self.slow.write(keys, pages)
+            await self._fills.add(source, keys[:count], pages[:count])
         return count
 
     async def aclose(self) -> None:
@@ -255,15 +262,15 @@ class _Deletes(_Tiers):
     async def delete(self, keys: Sequence[str]) -> int:
         """Delete the keys that exist in either tier; returns how many did.
 
-        What is on its way into the fast tier is waited for, at most ``fast_timeout_s``, and deleted there when
-        it arrives later.
+        Reads and writes under way bring none of them into the fast tier. What is on its way there already is
+        waited for, at most ``fast_timeout_s``, and deleted when it arrives later.
 
         Raises: what a tier raised; the other may have deleted them.
         """
         keys = tuple(dict.fromkeys(keys))
-        await self._revoke_fills(keys)
         in_slow = await self._held_by_slow(keys)
         num_slow = await cast("SupportsDelete", self.slow).delete(keys)
+        await self._revoke_fills(keys)
         fast = cast("SupportsDelete", self.fast)
         await fast.delete([key for key in keys if key in in_slow])
         only_fast = await fast.delete([key for key in keys if key not in in_slow])

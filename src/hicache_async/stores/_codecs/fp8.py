@@ -48,11 +48,11 @@ class Fp8:
             raise ConfigError(f"dtype is {dtype!r}; give one of: {', '.join(ITEM_NBYTES)}")
         if isinstance(block, bool) or not isinstance(block, int) or not 16 <= block <= 16384:
             raise ConfigError(f"block is {block!r}; give an integer 16 .. 16384")
-        self.name = f"fp8_e4m3-{block}"
+        self.name = f"fp8_e4m3-{dtype}-{block}"
         self._dtype = dtype
         self._item_nbytes = ITEM_NBYTES[dtype]
         self._block = block
-        self._tag = tag_of(f"{self.name} {dtype}")
+        self._tag = tag_of(self.name)
 
     def __repr__(self) -> str:
         return f"Fp8(dtype={self._dtype!r}, block={self._block})"

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ...core.manifest import is_manifest_key
 from .table import Entry, SlotTable, State, state_of
 
 _OVERLAP = 1
@@ -25,6 +26,7 @@ class SlotIndex:
 
     Attributes:
         slots: where each key is.
+        manifests: the slots of those keys that are manifests'.
         free, writing: the slots of those states.
         damaged: slots whose record does not belong to their word, or whose key is elsewhere in a newer one.
     """
@@ -35,6 +37,7 @@ class SlotIndex:
         self._seen = -1
         self._ready: dict[int, _Ready] = {}
         self.slots: dict[str, int] = {}
+        self.manifests: set[int] = set()
         self.free: set[int] = set()
         self.writing: set[int] = set()
         self.damaged: set[int] = set()
@@ -95,9 +98,12 @@ class SlotIndex:
             self._set(slot, None)
             if other is not None:
                 del self._ready[other]
+                self.manifests.discard(other)
                 self.damaged.add(other)
             self.slots[key] = slot
         self._ready[slot] = _Ready(key, entry.word)
+        if is_manifest_key(key):
+            self.manifests.add(slot)
 
     def _set(self, slot: int, kind: set[int] | None) -> None:
         for slots in (self.free, self.writing, self.damaged):
@@ -105,6 +111,7 @@ class SlotIndex:
                 slots.add(slot)
             else:
                 slots.discard(slot)
+        self.manifests.discard(slot)
         ready = self._ready.pop(slot, None)
         if ready is not None:
             del self.slots[ready.key]

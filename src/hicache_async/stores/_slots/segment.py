@@ -156,6 +156,7 @@ class Segment:
     def __init__(self, fd: int, wanted: Wanted, geometry: Geometry) -> None:
         self.path = wanted.path
         self.geometry = geometry
+        self._remedy = wanted.remedy
         self._slots_at, self._slot_nbytes = geometry.slots_at, geometry.slot_nbytes
         self._fd = fd
         weakref.finalize(self, os.close, fd).atexit = False
@@ -164,6 +165,17 @@ class Segment:
         self.mapping = mmap.mmap(fd, geometry.nbytes if wanted.map_slots else geometry.slots_at)
         self.header = memoryview(self.mapping)[BLOCK : 2 * BLOCK].cast("Q")
         self._bytes = np.frombuffer(self.mapping, np.uint8) if wanted.map_slots else None
+
+    def check(self) -> None:
+        """Look whether all that is mapped is there: beyond the end of a file that was cut there is a SIGBUS.
+
+        Raises: StoreUnavailable: it is not.
+        """
+        nbytes = os.fstat(self._fd).st_size
+        if nbytes < len(self.mapping):
+            raise StoreUnavailable(
+                f"{self.path} was cut to {nbytes} bytes and {len(self.mapping)} are needed: {self._remedy}"
+            )
 
     def put(self, slot: int, payload: memoryview, at: int = 0) -> None:
         """Copy ``payload`` into ``slot``, from byte ``at`` on.

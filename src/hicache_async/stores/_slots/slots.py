@@ -97,6 +97,13 @@ class Slots:
         """What the largest object takes."""
         return self._segment.geometry.slot_nbytes
 
+    def check(self) -> None:
+        """Look whether the table is there, before it is touched.
+
+        Raises: StoreUnavailable: the file was cut.
+        """
+        self._segment.check()
+
     # -- reading
 
     def read(self, key: str, into: memoryview) -> SlotFault | None:
@@ -319,19 +326,20 @@ class Slots:
                 alive.add(entry.owner)
 
     def _evict(self, changes: Changes, own: Collection[str]) -> bool:
-        """Free the slot least recently used; returns False where there is none but ``own``.
+        """Free the page's slot least recently used; returns False where there is none but ``own`` and manifests.
 
         Of the oldest slots found before, one whose stamp has not changed is still the oldest: stamps only rise.
         """
         spared: list[tuple[int, int]] = []
+        num_slots = _MIN_VICTIMS + len(own) + len(self.index.manifests)
         for looked in (False, True):
             if looked:
-                self._victims.extend(self._table.least_recently_used(_MIN_VICTIMS + len(own)))
+                self._victims.extend(self._table.least_recently_used(num_slots))
                 spared.clear()
             while self._victims:
                 stamp, slot = self._victims.popleft()
                 key = self.index.key_in(slot)
-                if key is None or self._table.stamp(slot) != stamp:
+                if key is None or slot in self.index.manifests or self._table.stamp(slot) != stamp:
                     continue
                 if key in own:
                     spared.append((stamp, slot))

@@ -40,7 +40,8 @@ class SlotStore:
 
     An object is visible when complete, and verified when read: one that was damaged, or replaced while it
     was read, is a miss. When all slots are taken those least recently used are, never one of the call that
-    needs room; where that leaves none, the write ends early. An object larger than a slot is not stored; of
+    needs room and never a manifest, of which there is one for each namespace; where that leaves none, the write
+    ends early. An object larger than a slot is not stored; of
     a key beyond 448 bytes its bytes count too. A process may be killed at any moment: the others go on, and
     its half-written slots are used again.
 
@@ -99,6 +100,8 @@ class SlotStore:
         lanes = self._lanes()
         keys = tuple(keys)
         slots = self._slots
+        if slots is not None:
+            slots.check()
         if keys and (slots is None or not slots.index.current):
             slots = await self._in_thread(lanes, Kind.LOOKUP, _refreshed)
         return 0 if slots is None else sum(1 for _ in takewhile(slots.index.slots.__contains__, keys))
@@ -220,7 +223,7 @@ class SlotStore:
         return self._opened
 
     def _ready(self) -> Slots:
-        """Return the slots, after opening the segment; in a thread."""
+        """Return the slots, after opening the segment and a look that it was not cut; in a thread."""
         slots = self._slots
         if slots is None:
             with self._opening:
@@ -231,6 +234,7 @@ class SlotStore:
                     slots = Slots(open_segment(self._wanted), self._freed)
                     if not self._closed:
                         self._slots = slots
+        slots.check()
         return slots
 
     async def _in_thread(self, lanes: Lanes, kind: Kind, act: Callable[[Slots], T]) -> T:

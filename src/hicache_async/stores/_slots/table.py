@@ -5,7 +5,10 @@ A slot has three things, each in a column of its own:
     word     uint64: number of the change that made it so * 4 + state; 0: free from the start
     stamp    uint64: when it was last written or used, nanoseconds since 1970
     record   512 bytes: checksum of the rest, seeded with the word; then checksum of the payload (xxh3-128),
-             payload bytes, writer (boot, pid namespace, start, pid), key bytes, the key's first 448 bytes
+             payload bytes, writer (boot, pid namespace, start, pid), key bytes, and the key
+
+A key of more than 448 bytes lies behind the payload, and its record has the key's xxh3-128 instead: so all of a
+key is checked before it is believed.
 
 Whoever changes words and records holds the segment's lock; stamps are set by anybody. Nobody who reads
 holds anything: a record is believed where its checksum is right for the word read before it. So a record that
@@ -33,6 +36,7 @@ from .segment import CHANGES, HOLDER, RECORD_NBYTES, Segment
 _FIELDS = struct.Struct("<16sQQQQII448s")
 _CHECK = struct.Struct("<Q")
 INLINE_KEY_NBYTES = 448
+_KEY_CHECK_NBYTES = 16
 _STATE_BITS = 2
 _STATE_MASK = 3
 _MAX_CHANGES = 1 << 60  # of a count that is not damaged
@@ -61,7 +65,11 @@ class Owner(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A record that is right for ``word``."""
+    """A record that is right for ``word``.
+
+    Attributes:
+        inline_key: the key, or what a long one is checked by; see the module.
+    """
 
     word: int
     checksum: bytes
@@ -105,7 +113,8 @@ class Changes:
     def _set(self, slot: int, state: State, key: bytes, nbytes: int, checksum: bytes) -> int:
         table = self._table
         word = self.number << _STATE_BITS | state
-        fields = _FIELDS.pack(checksum, nbytes, *table.owner, len(key), key[:INLINE_KEY_NBYTES])
+        inline_key = key if len(key) <= INLINE_KEY_NBYTES else xxhash.xxh3_128_digest(key)
+        fields = _FIELDS.pack(checksum, nbytes, *table.owner, len(key), inline_key)
         check = _CHECK.pack(xxhash.xxh3_64_intdigest(fields, word))
         table.set_record(slot, check + fields)
         table.words[slot] = word
@@ -153,16 +162,20 @@ class SlotTable:
         checksum, nbytes, boot, namespace, begun, pid, key_nbytes, key = _FIELDS.unpack_from(
             record, _CHECK.size
         )
-        return Entry(word, checksum, nbytes, Owner(boot, namespace, begun, pid), key_nbytes, key[:key_nbytes])
+        inline_nbytes = key_nbytes if key_nbytes <= INLINE_KEY_NBYTES else _KEY_CHECK_NBYTES
+        owner = Owner(boot, namespace, begun, pid)
+        return Entry(word, checksum, nbytes, owner, key_nbytes, key[:inline_nbytes])
 
     def key_of(self, slot: int, entry: Entry) -> str | None:
-        """Return the key of a ready slot; None: it cannot be read. The end of a long one is behind the payload."""
+        """Return the key of a ready slot; None: it cannot be read, or is not the one that was written."""
         raw_key: bytes | bytearray = entry.inline_key
         if entry.key_nbytes > INLINE_KEY_NBYTES:
             raw_key = bytearray(entry.key_nbytes)
             try:
                 self._segment.get(slot, memoryview(raw_key), entry.nbytes)
             except OSError:
+                return None
+            if xxhash.xxh3_128_digest(raw_key) != entry.inline_key:
                 return None
         try:
             return raw_key.decode("utf-8", "surrogatepass")

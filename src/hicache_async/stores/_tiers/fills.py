@@ -9,8 +9,9 @@ per MiB: a copy into memory that is kept 0.09 ms, into fresh memory 0.7 ms, a wr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
 from ...abc import Store, SupportsDelete
@@ -61,6 +62,20 @@ class _Fill:
         self.task: asyncio.Task[None] | None = None
 
 
+class Source:
+    """A read or write under way, whose pages may be copied when it has them.
+
+    Attributes:
+        deleted: those of its keys that were deleted since it began.
+    """
+
+    __slots__ = ("deleted", "keys")
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self.keys = keys
+        self.deleted: set[str] = set()
+
+
 class Fills:
     """Write copies of pages to ``fast`` in the background, as far as they fit into a bound.
 
@@ -78,6 +93,7 @@ class Fills:
         self._refuses = refuses
         self._counts = counts
         self._fills: set[_Fill] = set()
+        self._sources: set[Source] = set()
         self._closed = False
 
     @property
@@ -85,13 +101,25 @@ class Fills:
         """How many writes have not ended."""
         return len(self._fills)
 
-    async def add(self, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
+    @contextlib.contextmanager
+    def source(self, keys: Sequence[str]) -> Iterator[Source]:
+        """Enter before anything is asked of the slow tier, so that no delete of ``keys`` is missed."""
+        source = Source(keys)
+        self._sources.add(source)
+        try:
+            yield source
+        finally:
+            self._sources.discard(source)
+
+    async def add(self, source: Source, keys: Sequence[str], pages: Sequence[memoryview]) -> None:
         """Copy pages, as many as fit, and start to write them; returns when they are copied.
+
+        Those that were deleted since ``source`` was entered are left out.
 
         Cancellation: none of them is written.
         """
-        pending = {key for fill in self._fills for key in fill.keys}
-        wanted = [(key, page) for key, page in zip(keys, pages, strict=True) if key not in pending]
+        unwanted = source.deleted.union(*(fill.keys for fill in self._fills))
+        wanted = [(key, page) for key, page in zip(keys, pages, strict=True) if key not in unwanted]
         copies: list[memoryview] = []
         started = False
         try:
@@ -99,7 +127,7 @@ class Fills:
                 await self._copy([page for _, page in wanted], copies)
             self._counts["pages_not_filled"] += len(wanted) - len(copies)
             if copies and not self._closed:
-                self._start(_Fill([key for key, _ in wanted[: len(copies)]], copies))
+                self._start(_Fill([key for key, _ in wanted[: len(copies)]], copies), source)
                 started = True
         finally:
             if not started:
@@ -117,10 +145,18 @@ class Fills:
             copy[:] = page
             turn_nbytes += page.nbytes
 
-    def _start(self, fill: _Fill) -> None:
+    def _start(self, fill: _Fill, source: Source) -> None:
+        fill.unwanted |= source.deleted.intersection(fill.keys)  # deleted while they were copied
         self._fills.add(fill)
-        fill.task = asyncio.get_running_loop().create_task(self._write(fill), name="hicache:tier-fill")
+        fill.task = asyncio.get_running_loop().create_task(self._run(fill), name="hicache:tier-fill")
         fill.task.add_done_callback(lambda _: self._fills.discard(fill))
+
+    async def _run(self, fill: _Fill) -> None:
+        for act in (self._write, self._delete_unwanted):
+            try:
+                await act(fill)
+            except Exception:  # noqa: BLE001 - a task's top level: the fast tier is best effort, whatever it raises
+                self._counts["fill_failures"] += 1
 
     async def _write(self, fill: _Fill) -> None:
         has_returned = False
@@ -130,19 +166,24 @@ class Fills:
             count = checked_count(answer, len(fill.keys))
             self._counts["pages_filled"] += count
             self._counts["pages_not_filled"] += len(fill.keys) - count
-            if fill.unwanted:
-                await cast("SupportsDelete", self._fast).delete(sorted(fill.unwanted))
-        except Exception:  # noqa: BLE001 - a task's top level: the fast tier is best effort, whatever it raises
-            self._counts["fill_failures"] += 1
         finally:
             if has_returned:
                 self._copies.give_back(fill.pages)
             else:
                 self._copies.forget(fill.pages)
 
+    async def _delete_unwanted(self, fill: _Fill) -> None:
+        if fill.unwanted:
+            await cast("SupportsDelete", self._fast).delete(sorted(fill.unwanted))
+
     def revoke(self, keys: Iterable[str]) -> set[asyncio.Task[None]]:
-        """Let what is being written of ``keys`` be deleted again at once; returns the writes to wait for."""
+        """Let nothing of ``keys`` that a call or a write under way has stay; returns the writes to wait for.
+
+        Call it when the slow tier has deleted them: what begins later finds nothing there.
+        """
         unwanted = frozenset(keys)
+        for source in self._sources:
+            source.deleted |= unwanted.intersection(source.keys)
         tasks: set[asyncio.Task[None]] = set()
         for fill in self._fills:
             if hit := unwanted.intersection(fill.keys):
