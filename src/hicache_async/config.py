@@ -149,7 +149,7 @@ class CacheConfig:
     """Whose KV this is; part of every key. Two models must never share one."""
     fingerprint: str = ""
     """What else makes bytes non-interchangeable: revision, rope scaling, quantisation."""
-    page_size: int = 64
+    page_size: int = 64  # tokens; with context parallelism those of the whole group
     host_ratio: float = 2.0
     host_bytes: int | None = None
     host_reserve_bytes: int = 10 << 30

@@ -450,3 +450,17 @@ async def test_a_store_without_limits_keeps_the_books_of_others(open_store: Open
     assert await write(second, *KEYS[10:14], nbytes=PAGE) == 4
     check_books(shelf)
     await second.aclose()
+
+
+async def test_who_comes_with_limits_is_told_of_the_writes_of_others(open_store: Open, tmp_path: Path) -> None:
+    """A store without limits that was there before keeps the books from the moment there are some."""
+    old, shelf = FileStore(tmp_path, num_lanes=2), Shelf(tmp_path)
+    assert await write(old, *KEYS[:3], nbytes=PAGE) == 3
+    new = open_store()
+    assert await write(new, *KEYS[3:5], nbytes=PAGE) == 2
+    for number in range(10, 40):
+        assert await write(old, KEYS[number], nbytes=PAGE) == 1
+        assert await write(new, KEYS[number + 50], nbytes=PAGE) == 1
+        assert shelf.nbytes() <= LIMIT + OBJECT_NBYTES  # the last one of the one without limits
+    check_books(shelf)
+    await old.aclose()

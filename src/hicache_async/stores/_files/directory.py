@@ -82,18 +82,22 @@ class ObjectDirectory:
     def _writing(self) -> ObjectWriter:
         """Return what writes here, made by the first thread that needs it."""
         self._ready()
-        if self._writer is None:
+        writer = self._writer
+        if writer is None or (writer.quota is None and self._is_booked):
             with self._writer_lock:
-                if self._writer is None:
-                    quota = self._open_quota() if self._is_booked else None
-                    self._writer = ObjectWriter(self.root, self._objects, self._options, self._temps, quota)
-                    if self._closed and quota is not None:
-                        quota.close()
-        return self._writer
+                writer = self._writer
+                if writer is None:
+                    writer = ObjectWriter(self.root, self._objects, self._options, self._temps, None)
+                    self._writer = writer
+                if writer.quota is None and self._is_booked:
+                    writer.quota = self._open_quota()
+                    if self._closed:
+                        writer.quota.close()
+        return writer
 
     @property
     def _is_booked(self) -> bool:
-        # Without limits of our own we keep the books for those who have some.
+        # Without limits of our own we keep the books for those who have some, from the moment they come.
         return self._options.limited or os.path.exists(f"{self.root}/v2/quota")
 
     @property

@@ -33,11 +33,13 @@ class Draft:
 
     Attributes:
         nbytes: of the whole file.
+        quota: whose room it has reserved; None: nobody keeps books.
         temp: its temporary name; "" where it has none and ``fd`` holds it.
     """
 
     path: str
     nbytes: int
+    quota: Quota | None = None
     temp: str = ""
     fd: int = -1
 
@@ -48,7 +50,7 @@ class ObjectWriter:
     Args:
         root: what is missing from it down is made with the modes of ``options``.
         objects: the directory of objects.
-        quota: keeps the books; None: there is no limit.
+        quota: keeps the books; None: nobody does, for now.
     """
 
     def __init__(
@@ -75,9 +77,10 @@ class ObjectWriter:
         nbytes = offset + payload.nbytes
         if self._is_there(path, nbytes):
             return None
-        if not self._reserve(nbytes, spared):
+        quota = self.quota
+        if quota is not None and not self._reserve(quota, nbytes, spared):
             return Fault.FULL
-        draft = Draft(path, nbytes)
+        draft = Draft(path, nbytes, quota)
         try:
             self._fill(draft, encode_head(place.namespace, place.key, payload, offset), payload)
         except BaseException:
@@ -144,21 +147,19 @@ class ObjectWriter:
     @contextlib.contextmanager
     def _leaving(self, found: os.stat_result) -> Iterator[None]:
         """Keep the books of a removal, which has failed where the block raises."""
-        if self.quota is None or not stat.S_ISREG(found.st_mode):
+        quota = self.quota
+        if quota is None or not stat.S_ISREG(found.st_mode):
             yield
             return
-        self.quota.release(found.st_size)
+        quota.release(found.st_size)
         try:
             yield
         except BaseException:
-            self.quota.kept(found.st_size)
+            quota.kept(found.st_size)
             raise
-        self.quota.removed(found.st_size)
+        quota.removed(found.st_size)
 
-    def _reserve(self, nbytes: int, spared: Container[str]) -> bool:
-        if self.quota is None:
-            return True
-        quota = self.quota
+    def _reserve(self, quota: Quota, nbytes: int, spared: Container[str]) -> bool:
         return self._with_directory(f"{self._root}/v2/", lambda: quota.reserve(nbytes, spared))
 
     def _is_there(self, path: str, nbytes: int) -> bool:
@@ -197,7 +198,7 @@ class ObjectWriter:
 
     def _name(self, draft: Draft) -> None:
         """Give a draft its name; one whose name is taken meanwhile has been stored by somebody else."""
-        if draft.temp and self.quota is None:
+        if draft.temp and draft.quota is None:
             self._with_directory(draft.path, lambda: os.rename(draft.temp, draft.path))
             return
         if draft.temp:
@@ -206,8 +207,8 @@ class ObjectWriter:
             named = self._with_directory(draft.path, lambda: _link_unnamed(draft.fd, draft.path))
             os.close(draft.fd)
             draft.fd = -1
-        if self.quota is not None:
-            self.quota.commit(draft.nbytes) if named else self.quota.abort(draft.nbytes)
+        if draft.quota is not None:
+            draft.quota.commit(draft.nbytes) if named else draft.quota.abort(draft.nbytes)
 
     def _drop(self, draft: Draft) -> None:
         if draft.fd >= 0:
@@ -215,8 +216,8 @@ class ObjectWriter:
         if draft.temp:
             with contextlib.suppress(OSError):
                 os.unlink(draft.temp)
-        if self.quota is not None:
-            self.quota.abort(draft.nbytes)
+        if draft.quota is not None:
+            draft.quota.abort(draft.nbytes)
 
     def _can_be_unnamed(self) -> bool:
         temp = self._temps.new()
