@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ from ._threads import DaemonThreads
 from .abc import Clock, Device, DevicePool, Ranks, Store
 from .config import CacheConfig, HostLayout, KeyScheme, WritePolicy
 from .core.codecs import check_dtype
-from .core.grid import narrow_fields, page_cells
-from .core.keys import KeyNames, key_names
+from .core.grid import grid_of, narrow_fields, page_cells
+from .core.keys import key_names
 from .core.manifest import MANIFEST_NBYTES
 from .core.pool import FreeList, PagePool
 from .core.room import Room
@@ -135,7 +136,7 @@ async def assemble(parts: Parts, on_freed: Callable[[], None]) -> tuple[Context,
 async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) -> Context:
     config, kv = parts.config, parts.kv
     keys = key_names(config, kv)  # before anything is taken: what does not fit together is refused here
-    owned.offers = _offers(config, kv, keys)
+    owned.offers = _offers(config, kv)
     loop = asyncio.get_running_loop()
     free_list = parts.device_pool or FreeList(kv.num_pages, kv.reserved_pages)
     owned.host_booking = book_host_pages(config, page_nbytes=kv.page_nbytes, device_pages=free_list.capacity)
@@ -195,13 +196,21 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
     )
 
 
-def _offers(config: CacheConfig, kv: DeviceKV, keys: KeyNames) -> dict[str, object]:
-    largest = max(span.stop - span.start for span in keys.spans(kv.page_nbytes))
+def _offers(config: CacheConfig, kv: DeviceKV) -> dict[str, object]:
     return {
         "existence_ttl_s": config.existence_ttl_s,
-        "slot_bytes": max(largest, MIN_SLOT_NBYTES),
+        "slot_bytes": max(_largest_object_nbytes(config, kv), MIN_SLOT_NBYTES),
         "dtype": kv.dtype,
     }
+
+
+def _largest_object_nbytes(config: CacheConfig, kv: DeviceKV) -> int:
+    # Of all ranks that share a grid, so that they ask for the same slots: a stage may have short cells only.
+    if config.key_scheme is not KeyScheme.UNIFIED:
+        return kv.page_nbytes
+    grid = grid_of(config, kv)
+    layer_nbytes = kv.page_nbytes // (kv.num_layers * math.prod(grid.page_cells))
+    return layer_nbytes * min(grid.layer_partition, grid.total_layers)
 
 
 def check_group(config: CacheConfig, ranks: Ranks) -> None:
