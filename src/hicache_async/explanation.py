@@ -65,7 +65,7 @@ class PageExplanation:
     Attributes:
         index: from 0.
         start_token, end_token: which tokens of the prompt, half-open.
-        key: its name in the store.
+        key: its name in the store; of several chunks the first one's, or that of the first that is missing.
         device, host, store: whether it is there.
         marked_stored: whether this process takes it for stored, and so does not write it again.
         hits: requests that have committed it, while it is local.

@@ -170,7 +170,51 @@ async def test_a_rank_that_never_writes(open_cache: Opener) -> None:
     shape = (8, PAGE_TOKENS, 8)
     kv = DeviceKV.from_layers([torch.zeros(shape) for _ in range(NUM_LAYERS)], page_size=PAGE_TOKENS)
     rig = await open_cache(store=MemoryStore(), kv=kv, tp_rank=1, tp_size=2)
-    assert says(await explained(rig, "ab"), "tp_rank 1", "tp_rank 0 stores it")
+    words = ("tp_rank 1", "the KV of MLA", "another rank holds the same chunks and writes them: tp_rank 0")
+    assert says(await explained(rig, "ab"), *words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"tp_rank": 3, "tp_size": 4, "total_kv_heads": 2},
+            ("2 tp ranks hold copies of the same heads", "tp_rank 2, cp_rank 0"),
+        ),
+        ({"cp_rank": 1, "cp_size": 2}, ("each cp rank holds whole pages", "tp_rank 0, cp_rank 0")),
+    ],
+)
+async def test_a_rank_that_holds_copies(
+    open_cache: Opener, options: dict[str, object], words: Sequence[str]
+) -> None:
+    """Which other rank writes, and why, is said without a word of MLA where there is none."""
+    heads = 1 if "tp_size" in options else 2
+    shape = (8, PAGE_TOKENS, heads, 8)
+    sides = [[torch.zeros(shape) for _ in range(NUM_LAYERS)] for _ in range(2)]
+    kv = DeviceKV.from_layers(*sides)
+    rig = await open_cache(store=MemoryStore(), kv=kv, key_scheme="unified", **options)  # type: ignore[arg-type]
+    explanation = await explained(rig, "ab")
+    assert says(explanation, "never writes", *words)
+    assert not says(explanation, "MLA")
+
+
+@pytest.mark.parametrize("lists", [True, False])
+async def test_a_page_that_lacks_one_chunk(open_cache: Opener, lists: bool) -> None:
+    """The object named is the one that is missing where the store lists its names, else how many it may be."""
+    inner = MemoryStore()
+    store = inner if lists else Unlisted(inner)
+    options: dict[str, object] = {"key_scheme": "unified", "layer_partition": 1}
+    await filled(open_cache, store, "abcd", **options)
+    rig = await open_cache(store=store, **options)  # type: ignore[arg-type]
+    first, second = rig.ctx.keys.keys(page_hashes("abcd"))[2:4]
+    await inner.delete([second])
+    explanation = await explained(rig, "abcd")
+    assert places(explanation)[2][1] == "-"
+    assert explanation.pages[1].key == (second if lists else first)
+    if lists:
+        assert says(explanation, "lacks 1 of 2 chunks", second)
+    else:
+        assert says(explanation, "at least one of 2 chunks")
 
 
 async def test_selective_stores_at_the_second_commit(open_cache: Opener) -> None:

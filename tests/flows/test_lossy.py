@@ -25,7 +25,9 @@ def test_which_codecs_are_lossless(codec: str, lossless: bool) -> None:
 def test_elements_of_another_dtype_are_refused() -> None:
     """A codec that quantises float16 is none for bfloat16, and the message says what to give."""
     check_dtype("fp8_e4m3-bfloat16-128+zstd", "bfloat16")
-    with pytest.raises(ConfigError, match=r"quantises float16, and the KV is bfloat16; give fp8_dtype=bfloat16"):
+    with pytest.raises(
+        ConfigError, match=r"quantises float16, and the KV is bfloat16; give fp8_dtype=bfloat16"
+    ):
         check_dtype("zstd|fp8_e4m3-float16-128", "bfloat16")
 
 
@@ -57,7 +59,9 @@ async def test_pages_of_a_lossy_store_go_to_no_exact_one(open_cache: Opener) -> 
     found = await prefetched(rig, "abcd")
     assert found[1] > 0
     await rig.cache.admin.detach_store()
-    with pytest.raises(ConfigError, match=r"pages here from a store with fp8_e4m3-float32-128.*clear\(\) first"):
+    with pytest.raises(
+        ConfigError, match=r"pages here from a store with fp8_e4m3-float32-128.*clear\(\) first"
+    ):
         await rig.cache.admin.attach_store(exact)
     assert await exact.list_keys() == ()
     await rig.cache.admin.clear()

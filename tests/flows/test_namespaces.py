@@ -264,21 +264,81 @@ async def test_other_models_and_nothing_are_silent(
     assert rig.counters.get("namespace_faults", 0) == 0
 
 
-async def test_another_stage_of_the_pipeline_is_no_other(open_cache: Opener, logs: Logs) -> None:
-    """What differs in the number of layers only belongs to another stage where there are some."""
+@pytest.mark.parametrize(
+    ("layers", "first", "is_warned"), [(2, 2, False), (5, 2, False), (4, 0, True), (1, 0, True), (4, 1, True)]
+)
+async def test_another_stage_of_the_pipeline_is_no_other(
+    open_cache: Opener, logs: Logs, layers: int, first: int, is_warned: bool
+) -> None:
+    """What holds none of our layers belongs to another stage; what holds some is of a pipeline cut otherwise."""
     store = Knowing()
-    plain = await opened(open_cache, None)
-    (other,) = others(plain, 1)
-    own = plain.ctx.keys.namespace
-    await put(store, msgspec.structs.replace(own, layer_partition=own.layer_partition + 1))
-    await opened(open_cache, store, pp_size=2)
-    assert not events(logs, WARNING)
-    await opened(open_cache, store)
-    assert len(events(logs, WARNING)) == 1
+    own = (await opened(open_cache, None, pp_size=2)).ctx.keys.namespace
+    assert own.layer_partition == 2
+    place = f";first_layer={first}" if first else ""
+    other = msgspec.structs.replace(own, layer_partition=layers, object_layout=own.object_layout + place)
     await put(store, other)
+    await opened(open_cache, store, pp_size=2)
+    assert len(events(logs, WARNING)) == is_warned
     logs.clear()
     await opened(open_cache, store, pp_size=2, fingerprint="mine")
     assert len(events(logs, WARNING)) == 1
+
+
+GRIDS = {
+    "copies of heads": ({"tp_size": 4, "total_kv_heads": 8}, "_model_0_2", "tp 0 of 2"),
+    "copies of pages": ({"cp_size": 2}, "_model_0_1", "cp 0 of 1"),
+    "the same layers": ({"pp_size": 2}, "_model_0_1_4_0", "pp 0 of 4"),
+}
+
+
+@pytest.mark.parametrize("make", STORES)
+@pytest.mark.parametrize("grid", GRIDS)
+async def test_pages_of_another_grid_are_said_to_be(
+    open_cache: Opener, logs: Logs, make: Callable[[], MemoryStore], grid: str
+) -> None:
+    """Where the namespace is ours and every page another grid's, both grids are named, until one page is ours."""
+    options, tail, words = GRIDS[grid]
+    store = make()
+    rig = await filled(open_cache, store, "", **options)
+    names = rig.ctx.keys
+    await store.write([f"{0:064x}_{names.namespace.digest}{tail}"], [memoryview(b"page")])
+    assert not events(logs, WARNING)
+    await opened(open_cache, store, **options)
+    (line,) = events(logs, WARNING)
+    (told,) = line["different"]
+    assert words in told.partition(";")[0] and "this rank is tp 0 of" in told
+    assert "same tp_size, pp_size and cp_size" in line["advice"][0]
+    logs.clear()
+    await store.write([f"{0:064x}{names.suffix}"], [memoryview(b"page")])
+    await opened(open_cache, store, **options)
+    assert not events(logs, WARNING)
+
+
+@pytest.mark.parametrize("make", STORES)
+async def test_pages_of_our_own_fleet_are_silent(
+    open_cache: Opener, logs: Logs, make: Callable[[], MemoryStore]
+) -> None:
+    """The other ranks of this grid may have stored before this one, which is no reason to say anything."""
+    store = make()
+    await filled(open_cache, store, tp_rank=1, tp_size=2)
+    await opened(open_cache, store, tp_rank=0, tp_size=2)
+    assert len(await store.list_keys()) == 4
+    assert not events(logs, WARNING)
+
+
+async def test_keys_are_listed_once(open_cache: Opener) -> None:
+    """However much there is to find out, no open asks for all names twice; a rank that is alone asks for none."""
+    for options, count in (({}, 0), ({"tp_size": 2}, 1)):
+        store: Counted = Knowing()
+        await filled(open_cache, store, **options)
+        assert store.calls["list_keys"] == 0
+        await opened(open_cache, store, **options)
+        assert store.calls["list_keys"] == count
+    store = Counted()
+    await filled(open_cache, store, fingerprint="v2")
+    store.calls.clear()
+    await opened(open_cache, store)
+    assert store.calls["list_keys"] == 1
 
 
 async def test_looking_is_cheap(open_cache: Opener, logs: Logs) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hicache_async import CacheConfig, ConfigError, DeviceKV, HiCache, Stop
+from hicache_async.assembly import _largest_object_nbytes
 from hicache_async.config import IO_MODES, HostLayout
 from hicache_async.core.keys import namespace_of
 from hicache_async.explanation import Place
@@ -220,7 +221,7 @@ async def test_nonsense_stays_nonsense(open_cache: Opener, verb: str, answer: ob
 
 
 async def test_explain_counts_pages(open_cache: Opener) -> None:
-    """A page is present with all its chunks, absent without one, and is known by the name of its first."""
+    """A page is present with all its chunks, absent without one, and known by its first or first missing one."""
     prompt = "abcdef"
     rig = await open_cache(store=MemoryStore(), **CUT)
     await rig.put_in_store(prompt)
@@ -228,7 +229,11 @@ async def test_explain_counts_pages(open_cache: Opener) -> None:
     await lose(rig, prompt, 4, 3)  # which a prefetch does not ask for, and the list of all names tells
     explanation = await explained(rig, prompt)
     assert places(explanation)[2] == "yy-y-y"
-    assert [page.key for page in explanation.pages] == rig.ctx.keys.keys(page_hashes(prompt))[::CHUNKS]
+    names = rig.ctx.keys.keys(page_hashes(prompt))
+    chunks = [0, 0, 5, 0, 3, 0]
+    assert [page.key for page in explanation.pages] == [
+        names[page * CHUNKS + chunk] for page, chunk in enumerate(chunks)
+    ]
     assert (explanation.store_tokens, explanation.prefetch_stop) == (8, Stop.COMPLETE)
     assert explanation.namespace == rig.ctx.keys.suffixes[0]
     assert says(explanation, "the store lacks page 2", "has page 3")
@@ -392,3 +397,17 @@ async def test_a_page_of_the_rig(open_cache: Opener) -> None:
     assert [span.stop - span.start for span in rig.ctx.keys.spans(PAGE_NBYTES)] == [
         PAGE_NBYTES // CHUNKS
     ] * CHUNKS
+
+
+async def test_all_stages_ask_for_the_same_slots() -> None:
+    """The last stage has a short cell only, and may be the first to open a store of fixed slots."""
+    cut = {"key_scheme": "unified", "layer_partition": 4, "total_layers": 5, "pp_size": 2, "page_size": 8}
+    stages = [(4, {"pp_rank": 0}), (1, {"pp_rank": 1, "first_layer": 4})]
+    asked = {
+        _largest_object_nbytes(
+            CacheConfig(**cut, **stage),
+            DeviceKV.from_layers(*([torch.zeros(2, 8, 2, 4)] * num_layers for _ in "kv")),
+        )
+        for num_layers, stage in stages
+    }
+    assert asked == {4 * 2 * 8 * 2 * 4 * 4}

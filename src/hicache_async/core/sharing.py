@@ -211,7 +211,8 @@ def _of_head_group(value: str, ours: Facts, theirs: Facts) -> str:
     total, group = theirs.get("total_kv_heads"), theirs.get("head_group")
     tp_size = total // group if isinstance(total, int) and isinstance(group, int) and group else None
     if _is_unified(theirs):
-        return f"set head_group = {value}" + ("" if tp_size is None else f", or tp_lcm_size = {tp_size}")
+        other_way = "" if tp_size is None else f", or tp_lcm_size = {tp_size}, and leave the other unset"
+        return f"set head_group = {value}{other_way}"
     if theirs.get("host_layout") == "head_grouped":  # whatever the tp_size
         return f'set head_group = {value}, with host_layout = "head_grouped", and run with the same tp_size'
     unset = "leave head_group and tp_lcm_size unset, " if ours.get("host_layout") == "head_grouped" else ""

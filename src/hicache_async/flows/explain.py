@@ -213,12 +213,13 @@ def _pages(prompt: _Prompt, survey: Survey, operator_pins: Collection[Pinned]) -
     pages: list[PageExplanation] = []
     for index, node in enumerate(nodes):
         stored = survey.is_stored(index)
-        chunk = survey.missing_chunk(index) if stored is False else None  # the one that an operator looks for
+        missing = survey.missing_chunks(index) if stored is False else None
+        chunk = missing[0] if missing else 0
         page = PageExplanation(
             index=index,
             start_token=index * ctx.page_tokens,
             end_token=(index + 1) * ctx.page_tokens,
-            key=keys[index * num_chunks + (chunk or 0)],
+            key=keys[index * num_chunks + chunk],
             store=_STORE_PLACES[stored],
         )
         if node is not None:

@@ -108,8 +108,7 @@ def _of_absence(ctx: Context, explained: Explanation, survey: Survey) -> Iterato
             "found. It has evicted what it lacks, or never got it: write_back keeps the head of a prompt on the "
             "device"
         )
-    if ctx.keys.num_chunks > 1:
-        yield _of_chunks(ctx, first, survey)
+    yield from _of_chunks(ctx, first, survey)
     if not ctx.keys.writes:
         yield _who_writes(ctx)
     elif ctx.store is not None:
@@ -118,11 +117,15 @@ def _of_absence(ctx: Context, explained: Explanation, survey: Survey) -> Iterato
         yield "this store has not listed its names, so whether it has the pages under others is not known"
 
 
-def _of_chunks(ctx: Context, page: PageExplanation, survey: Survey) -> str:
-    num_chunks, chunk = ctx.keys.num_chunks, survey.missing_chunk(page.index)
-    if chunk is None:
-        return f"of page {page.index:,} at least one of {num_chunks:,} chunks is missing; which, is not known"
-    return f"of the {num_chunks:,} chunks of page {page.index:,} the first that is missing is {page.key}"
+def _of_chunks(ctx: Context, page: PageExplanation, survey: Survey) -> Iterator[str]:
+    num_chunks, missing = ctx.keys.num_chunks, survey.missing_chunks(page.index)
+    if missing is None and num_chunks > 1:
+        yield f"of page {page.index:,} at least one of {num_chunks:,} chunks is missing; which, is not known"
+    elif missing and len(missing) < num_chunks:
+        yield (
+            f"of page {page.index:,} the store lacks {len(missing):,} of {num_chunks:,} chunks, first {page.key}, and "
+            "a page is there only with all of them"
+        )
 
 
 def _who_writes(ctx: Context) -> str:

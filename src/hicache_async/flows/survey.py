@@ -188,13 +188,12 @@ class Survey:
         suffixes = self._suffixes(page).difference(self._keys.suffixes)
         return min(suffixes) if suffixes else None
 
-    def missing_chunk(self, page: int) -> int | None:
-        """Return the first chunk of ``page`` that the store does not list; None: not known, or it lists all."""
+    def missing_chunks(self, page: int) -> list[int] | None:
+        """Return which chunks of ``page`` the store does not list; None: it lists nothing."""
         if self._listed is None:
             return None
         there = self._suffixes(page)
-        suffixes = enumerate(self._keys.suffixes)
-        return next((chunk for chunk, suffix in suffixes if suffix not in there), None)
+        return [chunk for chunk, suffix in enumerate(self._keys.suffixes) if suffix not in there]
 
     @property
     def lists_names(self) -> bool:
