@@ -239,7 +239,12 @@ def test_every_kind_of_store_is_looked_after(filled: Path, hicache: Hicache, kin
         assert set(hicache("ls", url, "--keys").out.split()) == listed(f"file://{filled}")
         assert hicache("stat", url, "--format", "json").json["nbytes"] == 8 * 512
         ended = hicache("verify", url, "--format", "json")
-        assert (ended.status, ended.json["objects"]) == (0, 10)
+        skipped = {"raw": 8} if kind == "zstd" else {}  # their manifests say that they are none of zstd
+        assert (ended.status, ended.json["objects"], ended.json["skipped"]) == (
+            0,
+            10 - len(skipped) * 8,
+            skipped,
+        )
         assert hicache("rm", url, "--namespace", DIGEST, "--yes").status == 0
         assert len(hicache("ls", url, "--format", "json").json["namespaces"]) == 1
     finally:

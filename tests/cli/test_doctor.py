@@ -30,9 +30,10 @@ def test_a_config_that_shares(config: Path, hicache: Hicache) -> None:
     fill("full:a", (names(), 5), (names(page_size=16), 3))
     ended = hicache("doctor", "full:a", "--config", config)
     assert (ended.status, ended.err) == (0, "")
-    assert "SHARES  this config finds what is stored under its own names: 5 objects" in ended.out
+    assert "SHARES  this config finds what is stored under its own names: 5 pages" in ended.out
     found = hicache("doctor", "full:a", "--config", config, "--format", "json").json
-    assert (found["shares"], found["own_objects"], found["namespace"]) == (True, 5, names().namespace.digest)
+    assert (found["shares"], found["own_objects"], found["own_pages"]) == (True, 5, 5)
+    assert found["namespace"] == names().namespace.digest
     assert [each["relation"] for each in found["namespaces"]] == ["own", "same_model"]
 
 

@@ -55,6 +55,7 @@ def test_a_good_store(filled: Path, hicache: Hicache) -> None:
         "nbytes": 20 * 512 + 4096,
         "bad": [],
         "deleted": 0,
+        "skipped": {},
     }
     assert hicache("verify", filled).out == "21 objects checked, 14.0 KiB read: all good\n"
 

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 import structlog
 
@@ -57,8 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _open_streams() -> None:
     """Let output that the caller has closed, as ``>&-`` does, go nowhere: there is no stream then at all."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    sys.stdout = sys.stdout or _nowhere()
+    sys.stderr = sys.stderr or _nowhere()
+
+
+def _nowhere() -> TextIO:
+    # Its descriptor is that of the stream, which else a store's file would get; it is open until the process ends.
+    return open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
 
 
 def _say(text: str, status: int) -> int:

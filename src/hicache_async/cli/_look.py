@@ -54,9 +54,7 @@ class Look(NamedTuple):
         return self.fault in _UNCLEAR
 
 
-async def look(
-    store: Store, key: str, *, usual_nbytes: int | None = None, was_corrupt: bool = False
-) -> Look:
+async def look(store: Store, key: str, *, usual_nbytes: int | None = None, was_corrupt: bool = False) -> Look:
     """Return what is with one object, which is looked at again while it changes.
 
     To be called while nothing else reads from ``store``: its counts tell what is wrong.
@@ -103,10 +101,20 @@ async def _read(store: Store, key: str, nbytes: int) -> tuple[str | None, Stop |
         return (None if is_believed(key, buffer) else MANIFEST_FAULT), None
     after = stats_of(store)
     risen = [name for name, count in after.items() if count > before.get(name, 0)]
-    for fault in _COUNTED:  # of a wrapper or a tier with its name before it
-        if any(name == fault or name.endswith(f"_{fault}") for name in risen):
+    for fault in _COUNTED:
+        if any(_is_count_of(name, fault) for name in risen):
             return str(fault), stop.reason
     return str(stop.reason or "unreadable"), stop.reason
+
+
+def num_damages(store: Store) -> int:
+    """Return how many damaged objects ``store`` has found since it was opened, as far as it counts them."""
+    counts = stats_of(store).items()
+    return sum(count for name, count in counts if any(_is_count_of(name, fault) for fault in DAMAGES))
+
+
+def _is_count_of(name: str, fault: str) -> bool:
+    return name == fault or name.endswith(f"_{fault}")  # of a wrapper or a tier with its name before it
 
 
 def is_believed(key: str, payload: memoryview) -> bool:

@@ -13,26 +13,31 @@ from ..core.codecs import RAW
 from ..errors import HiCacheError
 from ..stores.registry import open_store
 from ._problem import Problem
-from ._urls import check_places, unchanging
+from ._urls import check_places, unlimited
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:")  # one letter and a colon is a path, if an odd one
 
 
 @asynccontextmanager
-async def opened(store: str, *, read_only: bool, must_exist: bool = True) -> AsyncIterator[Store]:
+async def opened(
+    store: str, *, read_only: bool, must_exist: bool = True, limited: bool = True
+) -> AsyncIterator[Store]:
     """Open the store behind a URL, or the FileStore in a directory, and close it at the end.
 
     Args:
         store: a URL, or the path of a directory.
         read_only: let every FileStore in it remove, make and repair nothing, and no limit be enforced; other
             stores have no such option.
+        limited: let limits in the URL be enforced, where it may write.
         must_exist: refuse what is not there or cannot be listed, rather than find it empty or make it.
     Raises: Problem: it is not there, or nothing can open this.
     """
     url = _url_of(store)
     try:
         check_places(url, must_exist=must_exist)
-        opening = open_store(unchanging(url) if read_only else url)
+        if read_only or not limited:
+            url = unlimited(url, read_only=read_only)
+        opening = open_store(url)
     except HiCacheError as error:
         raise Problem(f"cannot open {store!r}: {error}") from error
     try:

@@ -11,22 +11,27 @@ from ..stores._composed import TIERED, WRAPPERS, tier_urls
 from ..stores._url import url_path
 from ._problem import Problem
 
-_LIMITS = ("max_bytes", "min_free_bytes", "slot_bytes", "read_only")
+_LIMITS = ("max_bytes", "min_free_bytes", "slot_bytes")
 """What a URL for an engine has: limits would make a store delete, and sizes are those of what is there."""
 
 
-def unchanging(url: str) -> str:
-    """Return ``url`` without limits, and read-only wherever a store has that option, tiers included."""
+def unlimited(url: str, *, read_only: bool) -> str:
+    """Return ``url`` without limits, and, if asked for, read-only wherever a store has that option, in tiers too."""
     prefixes, inner = _split(url)
     head, _, query = inner.partition("?")
     scheme = head.partition(":")[0]
     if scheme not in ("file", "shm", "mmap", TIERED):
         return url
-    pairs = [pair for pair in parse_qsl(query, keep_blank_values=True) if pair[0] not in _LIMITS]
+    dropped = (*_LIMITS, "read_only") if read_only else _LIMITS
+    pairs = [pair for pair in parse_qsl(query, keep_blank_values=True) if pair[0] not in dropped]
     if scheme == TIERED:  # what is read from the slow store is not put into the fast one
-        pairs = [(name, unchanging(value) if name in ("fast", "slow") else value) for name, value in pairs]
-        pairs = [*(pair for pair in pairs if pair[0] != "fill_bytes"), ("fill_bytes", "0")]
-    if scheme == "file":
+        pairs = [
+            (name, unlimited(value, read_only=read_only) if name in ("fast", "slow") else value)
+            for name, value in pairs
+            if name != "fill_bytes"
+        ]
+        pairs.append(("fill_bytes", "0"))
+    elif scheme == "file" and read_only:
         pairs.append(("read_only", "true"))
     return prefixes + head + (f"?{urlencode(pairs)}" if pairs else "")
 
@@ -71,7 +76,9 @@ def _check_segment(url: str, scheme: str) -> None:
         directory = dict(parse_qsl(url.partition("?")[2])).get("directory", "/dev/shm")
         path = os.path.join(directory, f"hicache-{path}")
     if not os.path.exists(path):
-        raise Problem(f"{path!r} does not exist, and nothing is made to be looked at; give a store that is there")
+        raise Problem(
+            f"{path!r} does not exist, and nothing is made to be looked at; give a store that is there"
+        )
 
 
 def _check_directory(path: str, *, must_exist: bool) -> None:

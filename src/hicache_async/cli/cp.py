@@ -6,14 +6,17 @@ from argparse import Namespace as Options
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..abc import Store, SupportsCodec
-from ..types import StopToken
-from ._inventory import batches, keys_of
-from ._opening import listing_of, opened, stating_of
+from ..abc import Store
+from ..core.manifest import is_manifest_key
+from ..types import Stop, StopToken
+from ._inventory import batches, keys_of, stat_all
+from ._look import MAX_OBJECT_NBYTES, look
+from ._opening import codec_of, listing_of, opened, stating_of
 from ._output import Output, counted, nbytes_text
 from ._problem import FINE, FOUND
 
 KEYS_A_BATCH = 64
+MAX_TRIES = 3
 COPY_NBYTES = 64 << 20
 """What is held in memory at most, but for a single larger object."""
 
@@ -24,13 +27,15 @@ class Copied:
 
     Attributes:
         num_present: those that were there already.
-        unreadable: keys that are bad in the source, or gone.
+        num_gone: those that have left the source meanwhile, as they do from one in use.
+        unreadable: keys that are bad in the source.
         refused: keys that the target did not take.
     """
 
     num_copied: int = 0
     nbytes: int = 0
     num_present: int = 0
+    num_gone: int = 0
     unreadable: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
@@ -42,20 +47,19 @@ async def run(options: Options, output: Output) -> int:
         opened(options.target, read_only=False, must_exist=False) as target,
     ):
         listing = listing_of(source, "cp lists the keys of its source")
-        stating = stating_of(source, "cp needs to know how large objects are")
+        stating_of(source, "cp needs to know how large objects are")
         _note_codecs(source, target, output)
-        keys = await keys_of(listing, options.namespace)
+        # Manifests first, so that those who find half of a copy know what it is.
+        keys = sorted(await keys_of(listing, options.namespace), key=lambda key: not is_manifest_key(key))
         copied = Copied()
         with output.progress("copying", len(keys), " objects") as bar:
             for batch in batches(keys, KEYS_A_BATCH):
                 missing = await _missing(target, batch)
                 copied.num_present += len(batch) - len(missing)
-                stats = await stating.stat(missing)
-                sizes = {
-                    key: stat.nbytes for key, stat in zip(missing, stats, strict=True) if stat is not None
-                }
-                copied.unreadable += [key for key in missing if key not in sizes]
-                await _copy(source, target, sizes, copied)
+                # What was replaced while it was read is good now.
+                for _ in range(MAX_TRIES):
+                    missing = await _copy(source, target, missing, copied)
+                copied.unreadable += missing
                 bar.update(len(batch))
                 if copied.refused:
                     break
@@ -72,8 +76,12 @@ async def _missing(target: Store, keys: Sequence[str]) -> list[str]:
     return missing
 
 
-async def _copy(source: Store, target: Store, sizes: dict[str, int], copied: Copied) -> None:
-    waiting = list(sizes)
+async def _copy(source: Store, target: Store, keys: Sequence[str], copied: Copied) -> list[str]:
+    """Copy objects; returns the keys of those that could not be read and are good now."""
+    stats = await stat_all(source, keys)
+    sizes = {key: stat.nbytes for key, stat in zip(keys, stats, strict=True) if stat is not None}
+    waiting = [key for key, nbytes in sizes.items() if nbytes <= MAX_OBJECT_NBYTES]
+    suspects = {key: False for key in keys if key not in waiting}
     while waiting and not copied.refused:
         run, nbytes = waiting[:1], sizes[waiting[0]]
         for key in waiting[1:]:
@@ -82,18 +90,33 @@ async def _copy(source: Store, target: Store, sizes: dict[str, int], copied: Cop
                 break
             run.append(key)
         pages = [memoryview(bytearray(sizes[key])) for key in run]
-        num_read = await source.read(run, pages, StopToken())
+        stop = StopToken()
+        num_read = await source.read(run, pages, stop)
         num_written = await target.write(run[:num_read], pages[:num_read]) if num_read else 0
         copied.num_copied += num_written
         copied.nbytes += sum(page.nbytes for page in pages[:num_written])
         copied.refused += run[num_written:num_read]
-        copied.unreadable += run[num_read : num_read + 1]
+        suspects.update((key, stop.reason is Stop.CORRUPT) for key in run[num_read : num_read + 1])
         waiting = waiting[min(num_read + 1, len(run)) :]
+    return await _good_ones(source, suspects, copied)
+
+
+async def _good_ones(source: Store, suspects: dict[str, bool], copied: Copied) -> list[str]:
+    good: list[str] = []
+    for key, was_corrupt in suspects.items():
+        found = await look(source, key, was_corrupt=was_corrupt)
+        if found.fault is not None:
+            copied.unreadable.append(key)
+        elif found.is_gone:
+            copied.num_gone += 1
+        else:
+            good.append(key)
+    return good
 
 
 def _note_codecs(source: Store, target: Store, output: Output) -> None:
     # The codec is part of the namespace, and so of every key.
-    codecs = [store.codec if isinstance(store, SupportsCodec) else "raw" for store in (source, target)]
+    codecs = [codec_of(source), codec_of(target)]
     if codecs[0] != codecs[1]:
         output.note(
             f"the source has codec {codecs[0]} and the target {codecs[1]}: objects keep their names, under which "
@@ -102,7 +125,8 @@ def _note_codecs(source: Store, target: Store, output: Output) -> None:
 
 
 def _report(options: Options, copied: Copied, num_keys: int, output: Output) -> int:
-    num_left = num_keys - copied.num_copied - copied.num_present - len(copied.unreadable)
+    num_settled = copied.num_copied + copied.num_present + copied.num_gone + len(copied.unreadable)
+    num_left = num_keys - num_settled
     document = {
         "source": options.source,
         "target": options.target,
@@ -110,12 +134,14 @@ def _report(options: Options, copied: Copied, num_keys: int, output: Output) -> 
         "copied": copied.num_copied,
         "nbytes": copied.nbytes,
         "present": copied.num_present,
+        "gone": copied.num_gone,
         "unreadable": copied.unreadable,
         "left": num_left,
     }
+    gone = f"{copied.num_gone:,} gone meanwhile, " if copied.num_gone else ""
     lines = [
         f"{counted(num_keys, 'object')}: {copied.num_copied:,} copied ({nbytes_text(copied.nbytes)}), "
-        f"{copied.num_present:,} were there, {len(copied.unreadable):,} unreadable, {num_left:,} left"
+        f"{copied.num_present:,} were there, {gone}{len(copied.unreadable):,} unreadable, {num_left:,} left"
     ]
     lines += [f"unreadable: {key}" for key in copied.unreadable]
     output.document(document, lines)

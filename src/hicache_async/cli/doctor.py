@@ -166,8 +166,9 @@ def _verdict(options: Options, diagnosis: Diagnosis) -> Iterator[str]:
         if num_others:
             yield f"        and cannot find {counted(num_others, 'object')} of this model under others, as follows"
     elif diagnosis.num_own:
-        yield "NO HITS of no page all is there that this config needs, only some of its"
-        yield f"        {diagnosis.names.num_chunks:,} objects: {diagnosis.num_own:,} in all; the other ranks have to store theirs, too"
+        yield "NO HITS no page is there with all that this config needs of it, only with some of its"
+        yield f"        {diagnosis.names.num_chunks:,} objects: {diagnosis.num_own:,} in all; the other ranks"
+        yield "        have to store theirs, too"
     elif any(finding.relation is Relation.OWN for finding in usable):
         yield "NO HITS the namespace is right, and all of it is of other ranks: no key ends as this config's do,"
         yield f"        in {diagnosis.names.suffix}; set tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size as"

@@ -15,7 +15,7 @@ from .gc import delete_all
 async def run(options: Options, output: Output) -> int:
     """Delete what ``options`` name, and nothing else; returns the exit status."""
     digests = _digests(options)
-    async with opened(options.store, read_only=False) as store:
+    async with opened(options.store, read_only=False, limited=False) as store:
         listing = listing_of(store, "rm lists the keys of a store")
         deleting_of(store, "rm deletes objects")
         keys = await keys_of(listing, digests)

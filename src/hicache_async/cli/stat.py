@@ -25,6 +25,12 @@ async def run(options: Options, output: Output) -> int:
         listing = listing_of(store, "stat counts the keys of a store")
         keys = await listing.list_keys()
         sizes = await _sizes(store, keys, output)
+        if isinstance(store, SupportsStat) and any(_lacks_size(key, sizes) for key in keys):
+            # What was deleted meanwhile is none that cannot be whole.
+            there = frozenset(await listing.list_keys())
+            keys = [key for key in keys if key in there or not _lacks_size(key, sizes)]
+            lacking = [key for key in keys if _lacks_size(key, sizes)]
+            sizes |= await _sizes(store, lacking, output)
         stats = dict(store.stats) if isinstance(store, SupportsStats) else {}
         document = _document(options.store, store, keys, sizes, stats)
         document["options"] = dict(parse_qsl(urlsplit(options.store).query))
@@ -41,6 +47,10 @@ def _num_under_construction(store: Store) -> int | None:
         return len(os.listdir(os.path.join(store.root, "v2", "temp")))
     except OSError:
         return 0
+
+
+def _lacks_size(key: str, sizes: Mapping[str, int]) -> bool:
+    return key not in sizes and not is_manifest_key(key)
 
 
 async def _sizes(store: Store, keys: Sequence[str], output: Output) -> dict[str, int]:

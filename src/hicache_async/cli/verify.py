@@ -15,7 +15,7 @@ from ..core.manifest import MANIFEST_NBYTES, is_manifest_key
 from ..stores.catalog import read_manifests
 from ..types import Stop, StopToken
 from ._inventory import KEYS_A_BATCH, batches, keys_of, stat_all
-from ._look import MAX_OBJECT_NBYTES, REMOVED, Look, is_believed, look
+from ._look import MAX_OBJECT_NBYTES, REMOVED, Look, is_believed, look, num_damages
 from ._opening import codec_of, deleting_of, listing_of, opened, stating_of
 from ._output import Output, Progress, counted, nbytes_text
 from ._problem import FINE, FOUND
@@ -23,8 +23,8 @@ from ._problem import FINE, FOUND
 READ_NBYTES = 32 << 20
 """What one read brings at most, but for a single larger object; each job holds as much."""
 
-Run = list[tuple[str, int | None]]
-"""Keys, and the sizes of their objects, that one read brings; None: it is not read."""
+Run = list[tuple[str, int]]
+"""Keys, and the sizes of their objects, that one read brings."""
 
 UNKNOWN = "unknown"
 """The codec of objects in a namespace without a manifest."""
@@ -137,7 +137,7 @@ async def _check_all(store: Store, keys: Sequence[str], num_jobs: int, output: O
             bar.update(len(keys_and_sizes))
 
     with output.progress("checking", len(keys), " objects") as bar:
-        async with aclosing(_runs(store, keys)) as runs:
+        async with aclosing(_runs(store, keys, checked)) as runs:
             try:
                 async with asyncio.TaskGroup() as jobs:
                     for _ in range(num_jobs):
@@ -147,24 +147,30 @@ async def _check_all(store: Store, keys: Sequence[str], num_jobs: int, output: O
     return checked
 
 
-async def _runs(store: Store, keys: Sequence[str]) -> AsyncGenerator[Run]:
+async def _runs(store: Store, keys: Sequence[str], checked: Checked) -> AsyncGenerator[Run]:
     for batch in batches(keys, KEYS_A_BATCH):
+        num_damages_before = num_damages(store)
+        stats = await stat_all(store, batch)
+        # A codec reads to tell a size, and the store inside may remove what is found to be damaged then.
+        has_damage = num_damages(store) > num_damages_before
         found, nbytes = Run(), 0
-        for key, stat in zip(batch, await stat_all(store, batch), strict=True):
-            # What has no size cannot be an object, and what is too large is not held; a second look says why.
-            size = None if stat is None or stat.nbytes > MAX_OBJECT_NBYTES else max(1, stat.nbytes)
-            if found and nbytes + (size or 0) > READ_NBYTES:
+        for key, stat in zip(batch, stats, strict=True):
+            if stat is None or stat.nbytes > MAX_OBJECT_NBYTES:
+                checked.suspects[key] = stat is None and has_damage
+                checked.num_objects += 1
+                continue
+            size = max(1, stat.nbytes)
+            if found and nbytes + size > READ_NBYTES:
                 yield found
                 found, nbytes = [], 0
             found.append((key, size))
-            nbytes += size or 0
+            nbytes += size
         yield found
 
 
 async def _check(store: Store, run: Run, checked: Checked) -> None:
-    checked.suspects.update((key, False) for key, size in run if size is None)
-    buffers = [memoryview(bytearray(size)) for _, size in run if size is not None]
-    keys = [key for key, size in run if size is not None]
+    buffers = [memoryview(bytearray(size)) for _, size in run]
+    keys = [key for key, _ in run]
     place = 0
     while place < len(keys):
         stop = StopToken()
@@ -185,7 +191,7 @@ async def _delete(name: str, bad: Mapping[str, Look]) -> int:
     # Each is read again by a store that may write: what is good by now, since somebody stored it anew, stays. One
     # that may be good for others is not even read, for such a store may remove it.
     num_deleted = 0
-    async with opened(name, read_only=False) as store:
+    async with opened(name, read_only=False, limited=False) as store:
         deleting = deleting_of(store, "verify --delete deletes objects")
         for key in (key for key, found in bad.items() if found.is_damage):
             found = await look(store, key)
@@ -207,9 +213,14 @@ def _text(
     for codec, count in sorted(skipped.items()):
         how = "of a codec that is not known" if codec == UNKNOWN else f"of codec {codec}"
         yield f"skipped: {counted(count, 'object')} {how}; open the store as the cache that wrote them to check those"
+    yield from _what_was_done(bad, num_deleted)
+
+
+def _what_was_done(bad: Mapping[str, Look], num_deleted: int | None) -> Iterator[str]:
+    num_removed = sum(found.fault == REMOVED for found in bad.values())
     if bad and num_deleted is not None:
         yield f"{counted(num_deleted, 'bad object')} deleted"
-        if num_deleted < len(bad):
+        if num_deleted + num_removed < len(bad):
             yield "what may be good for others, or cannot be read at all, was left; hicache rm and gc delete it"
-    elif bad:
-        yield "nothing was changed: a cache takes a bad object for a missing one; --delete removes the damaged"
+    elif len(bad) > num_removed:
+        yield "nothing was changed: a cache takes a bad object for a missing one; --delete removes what is damaged"
