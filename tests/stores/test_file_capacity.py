@@ -452,7 +452,9 @@ async def test_a_store_without_limits_keeps_the_books_of_others(open_store: Open
     await second.aclose()
 
 
-async def test_who_comes_with_limits_is_told_of_the_writes_of_others(open_store: Open, tmp_path: Path) -> None:
+async def test_who_comes_with_limits_is_told_of_the_writes_of_others(
+    open_store: Open, tmp_path: Path
+) -> None:
     """A store without limits that was there before keeps the books from the moment there are some."""
     old, shelf = FileStore(tmp_path, num_lanes=2), Shelf(tmp_path)
     assert await write(old, *KEYS[:3], nbytes=PAGE) == 3

@@ -271,8 +271,10 @@ async def test_manifests_are_never_evicted(
     assert await write(store, *manifests, nbytes=4096) == 10
     for turn in range(5):
         assert await write(store, *names(30 * turn, 30 * turn + 30)) == 30
+    for page in names(150, 180):
+        assert await write(store, page) == 1
     assert await read(store, *manifests, nbytes=4096) == 10
-    assert sorted(await store.list_keys()) == sorted([*manifests, *names(120, 150)])
+    assert sorted(await store.list_keys()) == sorted([*manifests, *names(150, 180)])
     more = [f"manifest_ukv1-{number:016x}" for number in range(10, NUM_SLOTS + 5)]
     assert await write(store, *more, nbytes=4096) == 30
     assert await write(store, "page") == 0

@@ -17,6 +17,7 @@ from hicache_async.abc import (
 )
 from hicache_async.errors import ConfigError, StoreUnavailable
 from hicache_async.stores import GuardedStore, MemoryStore, NullStore
+from hicache_async.stores._tiers import fills as _fills
 from hicache_async.stores.codec import AesGcm, CodecStore, Zstd
 from hicache_async.stores.tiered import DEFAULT_FILL_BYTES, TieredStore
 from hicache_async.testing.faults import FlakyStore, HangingStore, HeldStore, StoreWrapper
@@ -183,7 +184,8 @@ async def test_what_is_deleted_does_not_come_back(lets_go: bool) -> None:
     await fast.arrived(1, "write")
     assert isinstance(store, SupportsDelete)
     deletion = asyncio.ensure_future(store.delete(["a"]))
-    await until(lambda: clock.pending == 1)
+    await until(lambda: any(fill.unwanted for fill in store._fills._fills))
+    assert clock.pending == 1
     if lets_go:
         fast.open()
     else:
@@ -228,6 +230,7 @@ async def test_what_is_deleted_while_a_call_has_it_does_not_come_back(verb: str)
     await filled(store)
     assert await fast.list_keys() == ("b",)
     assert await store.count_prefix(["a"]) == 0
+    assert store.stats["pages_filled"] == 1  # it was not even there for a while
     assert not store._fills._sources
     assert await write(store, "a") == 1  # the delete is over
     await filled(store)
@@ -256,18 +259,26 @@ async def test_what_is_read_while_it_is_being_deleted_does_not_come_back() -> No
     assert await fast.list_keys() == ()
 
 
-async def test_what_is_deleted_while_it_is_copied_does_not_come_back() -> None:
+async def test_what_is_deleted_while_it_is_copied_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A delete between two turns of copying counts too."""
+    monkeypatch.setattr(_fills, "_TURN_NBYTES", 1)
     fast = MemoryStore()
     store = TieredStore(fast, MemoryStore())
-    nbytes = 3 << 20
-    writing = asyncio.ensure_future(write(store, "a", "b", "c", nbytes=nbytes))
+    keys = [f"page {number}" for number in range(200)]
+    writing = asyncio.ensure_future(write(store, *keys))
     await until(lambda: store._fills._copies._left < DEFAULT_FILL_BYTES and not writing.done())
     assert isinstance(store, SupportsDelete)
-    assert await store.delete(["a", "c"]) == 2
-    assert await writing == 3
+    assert await store.delete([keys[0], keys[150]]) == 2
+    assert not writing.done()
+    assert await writing == 200
     await filled(store)
-    assert await fast.list_keys() == ("b",)
+    assert set(await fast.list_keys()) == set(keys) - {keys[0], keys[150]}
+    assert store.stats["pages_filled"] == 198
+    await write(store, *keys)
+    await filled(store)
+    assert (
+        store._fills._copies._left == DEFAULT_FILL_BYTES - 200 * 1000
+    )  # memory of what was left out is kept
 
 
 async def test_a_failed_fill_of_what_was_deleted_leaves_nothing() -> None:
@@ -288,7 +299,8 @@ async def test_a_failed_fill_of_what_was_deleted_leaves_nothing() -> None:
     await fast.arrived(1, "write")
     assert isinstance(store, SupportsDelete)
     deletion = asyncio.ensure_future(store.delete(["a"]))
-    await until(lambda: clock.pending == 1)
+    await until(lambda: any(fill.unwanted for fill in store._fills._fills))
+    assert clock.pending == 1
     clock.advance(1.0)
     assert await deletion == 1
     fast.open()

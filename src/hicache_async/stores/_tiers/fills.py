@@ -118,16 +118,21 @@ class Fills:
 
         Cancellation: none of them is written.
         """
-        unwanted = source.deleted.union(*(fill.keys for fill in self._fills))
-        wanted = [(key, page) for key, page in zip(keys, pages, strict=True) if key not in unwanted]
+        pending = {key for fill in self._fills for key in fill.keys}
+        wanted = [(key, page) for key, page in zip(keys, pages, strict=True) if key not in pending]
         copies: list[memoryview] = []
         started = False
         try:
             if not self._refuses():
                 await self._copy([page for _, page in wanted], copies)
             self._counts["pages_not_filled"] += len(wanted) - len(copies)
+            copied = list(zip((key for key, _ in wanted), copies, strict=False))
+            # Looked at now, with no turn before they are written: they may have been deleted while we copied.
+            self._copies.give_back(copy for key, copy in copied if key in source.deleted)
+            copied = [(key, copy) for key, copy in copied if key not in source.deleted]
+            copies = [copy for _, copy in copied]
             if copies and not self._closed:
-                self._start(_Fill([key for key, _ in wanted[: len(copies)]], copies), source)
+                self._start(_Fill([key for key, _ in copied], copies))
                 started = True
         finally:
             if not started:
@@ -145,8 +150,7 @@ class Fills:
             copy[:] = page
             turn_nbytes += page.nbytes
 
-    def _start(self, fill: _Fill, source: Source) -> None:
-        fill.unwanted |= source.deleted.intersection(fill.keys)  # deleted while they were copied
+    def _start(self, fill: _Fill) -> None:
         self._fills.add(fill)
         fill.task = asyncio.get_running_loop().create_task(self._run(fill), name="hicache:tier-fill")
         fill.task.add_done_callback(lambda _: self._fills.discard(fill))
