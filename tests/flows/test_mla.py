@@ -261,7 +261,7 @@ async def test_a_rank_that_never_writes_explains_what_the_writer_has_stored(open
     await serve(reader, PROMPT, "latent")
     before = await explained(reader, PROMPT)
     assert places(before) == ("yyyy", "yyyy", "----")
-    assert says(before, "this rank never writes", "tp_rank 1", "tp_rank 0 stores it")
+    assert says(before, "this rank never writes", "tp_rank 1", "writes them: tp_rank 0")
     assert not says(before, "a write is due") and not says(before, "flush()")
     await serve(writer, PROMPT, "latent")
     after = await explained(reader, PROMPT)

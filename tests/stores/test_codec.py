@@ -50,7 +50,7 @@ async def test_a_store_says_how_it_encodes() -> None:
     """Outermost first; one key always has one name, another key another."""
     inner = CodecStore(MemoryStore(), Zstd(level=9))
     assert inner.codec == "zstd"
-    assert CodecStore(MemoryStore(), Fp8("float16", block=64)).codec == "fp8_e4m3-64"
+    assert CodecStore(MemoryStore(), Fp8("float16", block=64)).codec == "fp8_e4m3-float16-64"
     outer = CodecStore(inner, AesGcm(KEY_ENV))
     assert outer.codec == CodecStore(MemoryStore(), AesGcm(KEY_ENV)).codec + "+zstd"
     os.environ[KEY_ENV] = os.urandom(32).hex()

@@ -55,7 +55,7 @@ def inside(store: object, *kinds: type) -> Any:
     return store
 
 
-def test_prefixes_compose_in_any_order(tmp_path: Path) -> None:
+def test_prefixes_compose(tmp_path: Path) -> None:
     """Each option that begins with a wrapper's name is its own, all others are the store's."""
     url = (
         f"guard+aesgcm+zstd+file://{tmp_path}/p+q?zstd_level=7&aesgcm_key_env={KEY_ENV}&guard_timeout_s=2"
@@ -70,7 +70,7 @@ def test_prefixes_compose_in_any_order(tmp_path: Path) -> None:
     assert (aesgcm._codec.family, repr(zstd._codec)) == ("aesgcm", "Zstd(level=7)")
     assert zstd._scratch.max_bytes == 8 << 20
     other = open_store(
-        f"zstd+guard+fp8+aesgcm+memory:?aesgcm_key_env={KEY_ENV}&fp8_dtype=float16&fp8_block=64"
+        f"fp8+guard+zstd+aesgcm+memory:?aesgcm_key_env={KEY_ENV}&fp8_dtype=float16&fp8_block=64"
     )
     inside(other, CodecStore, GuardedStore, CodecStore, CodecStore, MemoryStore)
 

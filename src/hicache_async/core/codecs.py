@@ -18,6 +18,11 @@ def is_lossless(codec: str) -> bool:
     return all(_LOSSLESS.fullmatch(part) for part in _parts(codec))
 
 
+def is_quantised(codec: str) -> bool:
+    """Return whether ``codec`` is known to give back other bytes than were written."""
+    return any(_QUANTISED.fullmatch(part) for part in _parts(codec))
+
+
 def check_dtype(codec: str, dtype: str) -> None:
     """Raise ConfigError where ``codec`` takes pages of ``dtype`` for elements of another dtype."""
     for part in _parts(codec):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from ..abc import Store, SupportsCodec, SupportsDelete, SupportsStat
-from ..core.codecs import is_lossless
+from ..core.codecs import is_quantised
 from ..core.manifest import is_manifest_key
 from ..errors import ConfigError, StoreUnavailable
 from ..types import ObjectStat, Stop, StopToken
@@ -109,7 +109,7 @@ class CodecStore(_Coded):
                 f"codec {codec.name} needs a store that can tell the sizes of its objects; a "
                 f"{type(inner).__name__} lacks {SupportsStat.__name__}"
             )
-        if isinstance(inner, SupportsCodec) and not is_lossless(inner.codec):
+        if isinstance(inner, SupportsCodec) and is_quantised(inner.codec):
             raise ConfigError(
                 f"codec {codec.name} stands before {inner.codec}, which does not give back the frames of others; let "
                 "the lossy one come first, as in fp8+zstd+URL"

@@ -23,6 +23,7 @@ T = TypeVar("T")
 _MAX_REMOVALS = 3
 """So often a directory may be swept away, being empty, between making and using it."""
 
+_PRIVATE = 0o700
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _UNNAMED = os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC
 
@@ -252,8 +253,17 @@ class ObjectWriter:
             os.makedirs(path, exist_ok=True)
             return
         self._make_directory(parent)
+        if self._options.directory_mode == _PRIVATE and self._options.gid < 0:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, _PRIVATE)
+        else:
+            self._make_shared_directory(path)
+        if self._durable:
+            _sync_directory(parent)
+
+    def _make_shared_directory(self, path: str) -> None:
         new = f"{path}.{secrets.token_hex(4)}"  # nobody meets a directory that has not got its mode yet
-        os.mkdir(new, 0o700)
+        os.mkdir(new, _PRIVATE)
         try:
             os.chown(new, -1, self._options.gid)
             os.chmod(new, self._options.directory_mode)
@@ -262,8 +272,6 @@ class ObjectWriter:
             os.rmdir(new)
             if not os.path.isdir(path):
                 raise
-        if self._durable:
-            _sync_directory(parent)
 
 
 def _touch(path: str) -> None:
