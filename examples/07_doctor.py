@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from hicache_async import CacheConfig, DeviceKV, HiCache
+from hicache_async import CacheConfig, DeviceKV, HiCache, PrefetchPolicy
 from hicache_async.cli import main as hicache
 
 PROMPT = list(range(200))
@@ -26,11 +26,12 @@ async def serve(options: dict[str, object], url: str) -> int:
     k, v = ([torch.zeros(32, config.page_size, 2, 8) for _ in range(2)] for _ in "kv")
     async with HiCache.open(config, kv=DeviceKV.from_layers(k, v), store=url) as cache:
         with cache.match_prefix("request", PROMPT) as lease:
-            await lease.prefetch()
+            await lease.prefetch(PrefetchPolicy.wait_complete())
             await lease.load()
             lease.allocate_nowait(len(PROMPT)).block()
             lease.commit(len(PROMPT))
-            return lease.books.store
+        await cache.admin.flush()
+        return lease.books.store
 
 
 def doctor(options: dict[str, object], url: str, path: Path) -> dict[str, object]:

@@ -342,7 +342,7 @@ async def test_a_rank_that_is_there_twice() -> None:
     joining = [join(0, 3, shelf), join(1, 3, shelf)]
     await announced(shelf)
     with pytest.raises(ConsensusError, match="another process has joined as rank 1"):
-        await join(1, 3, shelf, timeout_s=0.3)
+        await join(1, 3, shelf, timeout_s=1.5)
     await agree_and_leave(*joining, join(2, 3, shelf))
 
 

@@ -241,7 +241,8 @@ class ObjectWriter:
             try:
                 return action()
             except FileNotFoundError:
-                self._make_directory(os.path.dirname(path))
+                with contextlib.suppress(FileNotFoundError):  # swept away, or replaced, as it was made
+                    self._make_directory(os.path.dirname(path))
         return action()
 
     def _make_directory(self, path: str) -> None:
