@@ -13,7 +13,7 @@ from ._log import logger
 from ._threads import DaemonThreads
 from .abc import Clock, Device, DevicePool, Ranks, Store
 from .config import CacheConfig, HostLayout, KeyScheme, WritePolicy
-from .core.codecs import check_dtype
+from .core.codecs import check_dtype, codec_of
 from .core.grid import grid_of, narrow_fields, page_cells
 from .core.keys import key_names
 from .core.manifest import MANIFEST_NBYTES
@@ -24,7 +24,6 @@ from .core.tree import PrefixTree
 from .device.cpu import CpuDevice
 from .errors import ConfigError
 from .eviction import policy_named
-from .flows.calls import codec_of
 from .flows.context import Context
 from .kv_events import KVEvents
 from .memory.budget import HostBooking, book_host_pages

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from urllib.parse import quote
 
-from ..abc import Store, SupportsCodec, SupportsDelete, SupportsListing, SupportsStat, SupportsSweep
-from ..core.codecs import RAW
+from ..abc import Store, SupportsDelete, SupportsListing, SupportsStat, SupportsSweep
 from ..errors import HiCacheError
 from ..stores.registry import open_store
 from ._problem import Problem
@@ -81,11 +80,6 @@ def sweeping_of(store: Store, purpose: str) -> SupportsSweep:
     if isinstance(store, SupportsSweep):
         return store
     raise _lacks(store, "SupportsSweep", "sweep()", purpose)
-
-
-def codec_of(store: Store) -> str:
-    """Return how ``store`` encodes objects; "raw": not at all."""
-    return store.codec if isinstance(store, SupportsCodec) else RAW
 
 
 def _lacks(store: Store, capability: str, method: str, purpose: str) -> Problem:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..abc import Store
+from ..core.codecs import codec_of
 from ..core.manifest import is_manifest_key
 from ..types import Stop, StopToken
 from ._inventory import batches, keys_of, stat_all
 from ._look import MAX_OBJECT_NBYTES, look
-from ._opening import codec_of, listing_of, opened, stating_of
+from ._opening import listing_of, opened, stating_of
 from ._output import Output, counted, nbytes_text
 from ._problem import FINE, FOUND
 

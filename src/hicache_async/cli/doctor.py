@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..abc import Store
+from ..core.codecs import codec_of
 from ..core.keys import KeyNames
 from ..core.manifest import Manifest, manifest_of
 from ..core.sharing import Difference, differences, shown
 from ._config import read_config
 from ._inventory import Entry, take_inventory
-from ._opening import codec_of, opened
+from ._opening import opened
 from ._output import Output, counted
 from ._problem import FINE, FOUND, Problem
 from .ls import fields_text

@@ -10,13 +10,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from ..abc import Store
+from ..core.codecs import codec_of
 from ..core.keys import namespace_of
 from ..core.manifest import MANIFEST_NBYTES, is_manifest_key
 from ..stores.catalog import read_manifests
 from ..types import Stop, StopToken
 from ._inventory import KEYS_A_BATCH, batches, keys_of, stat_all
 from ._look import MAX_OBJECT_NBYTES, REMOVED, Look, is_believed, look, num_damages
-from ._opening import codec_of, deleting_of, listing_of, opened, stating_of
+from ._opening import deleting_of, listing_of, opened, stating_of
 from ._output import Output, Progress, counted, nbytes_text
 from ._problem import FINE, FOUND
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ..abc import Store, SupportsCodec
 from ..errors import ConfigError
 
 RAW = "raw"
@@ -11,6 +12,11 @@ RAW = "raw"
 
 _LOSSLESS = re.compile(r"raw|zstd|aesgcm-[0-9a-f]{8}")
 _QUANTISED = re.compile(r"fp8_[a-z0-9]+-(?P<dtype>[a-z0-9_]+)-[0-9]+")
+
+
+def codec_of(store: Store | None) -> str:
+    """Return how ``store`` encodes objects; RAW: it keeps the bytes that it is given."""
+    return store.codec if isinstance(store, SupportsCodec) else RAW
 
 
 def is_lossless(codec: str) -> bool:

@@ -13,10 +13,10 @@ from .._hop import Hop
 from .._log import logger
 from ..abc import Store, SupportsDelete, SupportsListing
 from ..core.clear import namespace_pattern
-from ..core.codecs import check_dtype
+from ..core.codecs import check_dtype, codec_of
 from ..errors import ConfigError, StoreUnavailable
 from .backup import Backups
-from .calls import answered_count, codec_of, fault_of, start_store_call
+from .calls import answered_count, fault_of, start_store_call
 from .context import Context, settled_within
 from .namespaces import Namespaces
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from .._hop import Hop
 from .._log import logger
-from ..abc import Store, SupportsCodec
 from ..types import StopToken
 from .context import Context
 
@@ -55,11 +54,6 @@ def page_count(answer: object, num_pages: int, num_keys: int) -> object:
     if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= num_keys:
         return count
     return count * num_pages // num_keys if num_keys else count
-
-
-def codec_of(store: Store | None) -> str:
-    """Return how ``store`` encodes objects; "raw": it keeps the bytes that it is given."""
-    return store.codec if isinstance(store, SupportsCodec) else "raw"
 
 
 def start_store_call(
