@@ -29,8 +29,10 @@ class Rig:
         self.lanes = Lanes(asyncio.get_running_loop(), self.threads, num_lanes)
         self.performed: list[str] = []
 
-    def start(self, name: str, num_items: int, kind: Kind = Kind.READ) -> tuple[asyncio.Task[None], Call]:
-        call = call_of(num_items, lambda item: self.performed.append(f"{name}{item}"), kind)
+    def start(
+        self, name: str, num_items: int, kind: Kind = Kind.READ, item_nbytes: int = 1
+    ) -> tuple[asyncio.Task[None], Call]:
+        call = call_of(num_items, lambda item: self.performed.append(f"{name}{item}"), kind, item_nbytes)
         return asyncio.create_task(self.lanes.run(call)), call
 
     async def pending(self, num_jobs: int) -> None:

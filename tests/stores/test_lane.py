@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from hicache_async._threads import DaemonThreads
-from hicache_async.stores._lane import JOB_LIMITS, Kind, Lanes
+from hicache_async.stores._lane import JOB_LIMITS, MIN_SHARE_NBYTES, Kind, Lanes
 from tests.stores.lanes import Rig, call_of
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.every_loop]
@@ -30,7 +30,7 @@ async def test_calls_of_one_turn_share_a_job() -> None:
 async def test_reads_are_shared_out_to_the_free_lanes(num_calls: int, num_items: int) -> None:
     """What waits to be read goes to all lanes that are free, as much to each."""
     rig = Rig(num_lanes=3)
-    started = [rig.start(f"{name}-", num_items) for name in range(num_calls)]
+    started = [rig.start(f"{name}-", num_items, item_nbytes=1 << 20) for name in range(num_calls)]
     await rig.settle()
     shares = []
     while rig.threads.pending:
@@ -42,6 +42,16 @@ async def test_reads_are_shared_out_to_the_free_lanes(num_calls: int, num_items:
         await rig.settle()
         rig.threads.run_all()
     assert [call.count for _, call in started] == [num_items] * num_calls
+
+
+async def test_little_is_not_shared_out() -> None:
+    """What one lane has read before a second one has begun stays in one job."""
+    rig = Rig(num_lanes=3)
+    task, _ = rig.start("a", 200, item_nbytes=MIN_SHARE_NBYTES // 200)
+    await rig.settle()
+    assert rig.threads.pending == 1
+    rig.threads.run_next()
+    await task
 
 
 @pytest.mark.parametrize("bad", [0, 1, 4])

@@ -58,8 +58,9 @@ JOB_LIMITS = {
 }
 
 
-MIN_SHARE = 16
-"""Items of a read job that are not shared out to further lanes: a hop costs about as much."""
+MIN_SHARE_NBYTES = 16 << 20
+"""What a read job takes at least before further lanes are given a share: below it, a hop and two threads that
+take the interpreter from each other at every small object cost more than the second lane brings."""
 
 
 class Call:
@@ -303,12 +304,12 @@ class Lanes:
         if kind is not Kind.READ:
             return limit
         num_free = self._num_lanes - len(self._jobs[Kind.READ]) - len(self._jobs[Kind.WRITE])
-        num_waiting = 0
+        waiting_nbytes = 0
         for call in self._ready[kind]:
-            num_waiting += call.wanted - call.next
-            if num_waiting >= limit.num_items * num_free:
+            waiting_nbytes += (call.wanted - call.next) * call.item_nbytes
+            if waiting_nbytes >= limit.nbytes * num_free:
                 return limit
-        return limit._replace(num_items=max(MIN_SHARE, -(-num_waiting // num_free)))
+        return limit._replace(nbytes=max(MIN_SHARE_NBYTES, -(-waiting_nbytes // num_free)))
 
     def _sweep(self, kind: Kind) -> None:
         # Of those that were cancelled while they waited; few enough are left to the next job.

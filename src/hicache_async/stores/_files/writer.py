@@ -189,7 +189,8 @@ class ObjectWriter:
         try:
             if options.gid >= 0:
                 os.fchown(fd, -1, options.gid)
-            os.fchmod(fd, options.mode)  # whatever the umask is
+            if stat.S_IMODE(os.fstat(fd).st_mode) != options.mode:  # to set it is a write to the disk's journal
+                os.fchmod(fd, options.mode)  # whatever the umask is
             written = 0
             while written < draft.nbytes:
                 written += os.writev(fd, skip((head, payload), written) if written else (head, payload))
