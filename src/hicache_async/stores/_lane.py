@@ -304,12 +304,13 @@ class Lanes:
         if kind is not Kind.READ:
             return limit
         num_free = self._num_lanes - len(self._jobs[Kind.READ]) - len(self._jobs[Kind.WRITE])
+        num_shares = max(1, min(num_free, RUNS_PER_CALL * len(self._ready[kind])))
         waiting_nbytes = 0
         for call in self._ready[kind]:
             waiting_nbytes += (call.wanted - call.next) * call.item_nbytes
-            if waiting_nbytes >= limit.nbytes * num_free:
+            if waiting_nbytes >= limit.nbytes * num_shares:
                 return limit
-        return limit._replace(nbytes=max(MIN_SHARE_NBYTES, -(-waiting_nbytes // num_free)))
+        return limit._replace(nbytes=max(MIN_SHARE_NBYTES, -(-waiting_nbytes // num_shares)))
 
     def _sweep(self, kind: Kind) -> None:
         # Of those that were cancelled while they waited; few enough are left to the next job.
