@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextvars import copy_context
+from itertools import islice
 from typing import NamedTuple
 
 from aiofiles.ospath import wrap
@@ -304,7 +305,8 @@ class Lanes:
         if kind is not Kind.READ:
             return limit
         num_free = self._num_lanes - len(self._jobs[Kind.READ]) - len(self._jobs[Kind.WRITE])
-        num_shares = max(1, min(num_free, RUNS_PER_CALL * len(self._ready[kind])))
+        num_runs = sum(RUNS_PER_CALL - call.runs for call in islice(self._ready[kind], num_free))
+        num_shares = max(1, min(num_free, num_runs))
         waiting_nbytes = 0
         for call in self._ready[kind]:
             waiting_nbytes += (call.wanted - call.next) * call.item_nbytes

@@ -189,8 +189,9 @@ class ObjectWriter:
         try:
             if options.gid >= 0:
                 os.fchown(fd, -1, options.gid)
-            if stat.S_IMODE(os.fstat(fd).st_mode) != options.mode:  # to set it is a write to the disk's journal
-                os.fchmod(fd, options.mode)  # whatever the umask is
+            # Whatever the umask is; only where it is wrong, as to set it is a write to the disk's journal.
+            if stat.S_IMODE(os.fstat(fd).st_mode) != options.mode:
+                os.fchmod(fd, options.mode)
             written = 0
             while written < draft.nbytes:
                 written += os.writev(fd, skip((head, payload), written) if written else (head, payload))
