@@ -6,6 +6,7 @@ A module that marks its tests ``every_loop`` runs each of them on three loops.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -24,6 +25,12 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "debug": DebugLoop,
     "uvloop": uvloop.new_event_loop,
 }
+
+
+def pytest_configure() -> None:
+    """Hear Ctrl-C, which a shell lets the commands that it runs in the background ignore."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

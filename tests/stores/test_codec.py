@@ -222,7 +222,8 @@ async def test_a_damaged_object_makes_room_for_a_good_one() -> None:
     frames = Frames()
     store = CodecStore(frames, AesGcm(KEY_ENV))
     await write(store, "a")
-    frames.change("a", frames.frame("a")[:-1] + b"?")
+    frame = frames.frame("a")
+    frames.change("a", frame[:-1] + bytes([frame[-1] ^ 1]))
     assert await read_reason(store, "a") is Stop.CORRUPT
     assert await frames.count_prefix(["a"]) == 0
     assert await write(store, "a") == 1
@@ -257,7 +258,8 @@ async def test_a_damaged_object_that_cannot_be_deleted_is_a_miss_all_the_same() 
 
     frames = Frames()
     await write(CodecStore(frames, AesGcm(KEY_ENV)), "a")
-    frames.change("a", frames.frame("a")[:-1] + b"?")
+    frame = frames.frame("a")
+    frames.change("a", frame[:-1] + bytes([frame[-1] ^ 1]))
     store = CodecStore(Undeletable(frames), AesGcm(KEY_ENV))
     assert await read_reason(store, "a") is Stop.CORRUPT
     assert (store.stats["aesgcm_damaged"], store.stats["aesgcm_undeletable"]) == (1, 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,16 @@ async def test_objects_are_booked_through_their_life(tmp_path: Path) -> None:
     await store.aclose()
 
 
+@contextmanager
+def masked(umask: int) -> Iterator[None]:
+    """Give new files of this process fewer bits of their mode than the store wants."""
+    before = os.umask(umask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 @pytest.mark.parametrize("durability", ["none", "batch", "each"])
 @pytest.mark.parametrize("call", ["open", "fchmod", "writev", "fdatasync", "link"])
 async def test_a_write_that_fails_is_not_booked(
@@ -88,7 +100,7 @@ async def test_a_write_that_fails_is_not_booked(
             return original(*args, **options)
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, masked(0o277 if call == "fchmod" else 0o077):
         patch.setattr(os, call, failing)
         if call == "link":
             patch.setattr(os, "rename", failing)
