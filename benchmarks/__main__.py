@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import structlog
 import torch
 
-from . import codec, file, flow, inflight, slots, storm, tree
+from . import bridge, codec, file, flow, inflight, slots, storm, tree
 from .harness import Benchmark, Record, choose
 
 BENCHMARKS: list[Benchmark] = [
     *tree.BENCHMARKS,
+    *bridge.BENCHMARKS,
     *file.BENCHMARKS,
     *slots.BENCHMARKS,
     *codec.BENCHMARKS,

@@ -1,1 +1,1 @@
-"""The CUDA device: not part of this version."""
+"""Devices that run by themselves: their events awaited on a loop. Nothing outside this folder imports it."""
