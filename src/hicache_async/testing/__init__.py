@@ -1,13 +1,14 @@
 """What tests of a cache, an engine or a store are made of; see docs/testing.md.
 
-The exam of a store is here by name, and imported when first used: pytest loads a module of this package in
-every project where the library is installed.
+The exams of a store and of a device are here by name, and imported when first used: pytest loads a module of this
+package in every project where the library is installed.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .device_exam import check_device
     from .store_exam import Candidate, Damage, StoreReport, check_store, damage_file
     from .store_suite import StoreSuite
 
@@ -16,6 +17,7 @@ _HOME_OF = {
     "Damage": "store_exam",
     "StoreReport": "store_exam",
     "StoreSuite": "store_suite",
+    "check_device": "device_exam",
     "check_store": "store_exam",
     "damage_file": "store_exam",
 }
@@ -30,4 +32,4 @@ def __getattr__(name: str) -> object:
     return value
 
 
-__all__ = ["Candidate", "Damage", "StoreReport", "StoreSuite", "check_store", "damage_file"]
+__all__ = ["Candidate", "Damage", "StoreReport", "StoreSuite", "check_device", "check_store", "damage_file"]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
 
-from .._fence import ThreadFence
+from .._fence import ThreadFence, parts
 from ..abc import CopyPlan, Fence, PagedBytes
 from ..device._progress import CopyProgress, LayerFence
 from ..device.cpu import PassedFence, check_plan, copy_layer
@@ -16,6 +17,8 @@ from ..errors import ClosedError, InvariantError
 from ..memory.host import POISON
 from ..memory.layout import page_runs
 from ..types import Pages
+
+_POLL_S = 0.001
 
 UNDEFINED = 0xDB
 """What the targets of a started copy hold until their layer has moved."""
@@ -192,7 +195,7 @@ class VirtualDevice:
             await fence.wait()
             return
         while not fence.passed():  # noqa: ASYNC110 - a foreign fence has no event to wait for
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(_POLL_S)
         fence.block()
 
     async def aclose(self) -> None:
@@ -216,13 +219,22 @@ class VirtualDevice:
         self._check(copy)
         self.num_submitted += 1
         self._pending = [*self.pending, copy]
-        for fence in copy.after:
+        for fence in chain.from_iterable(map(parts, copy.after)):
             if isinstance(fence, ThreadFence):
                 fence.add_callback(self._pump)
             elif isinstance(fence, LayerFence):
                 fence.when_settled(self._pump)
+            elif self.auto:
+                self._pump_behind(fence)
         self._pump()
         return copy
+
+    def _pump_behind(self, fence: Fence) -> None:
+        # One of another kind tells nobody that it has passed.
+        if fence.passed():
+            self._pump()
+        elif not self._closed:
+            asyncio.get_running_loop().call_later(_POLL_S, self._pump_behind, fence)
 
     def _pump(self) -> None:
         if self.auto:
