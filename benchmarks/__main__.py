@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import structlog
 import torch
 
-from . import bridge, codec, file, flow, inflight, slots, storm, tree
+from . import bridge, codec, copies, file, flow, inflight, slots, storm, tree
 from .harness import Benchmark, Record, choose
 
 BENCHMARKS: list[Benchmark] = [
     *tree.BENCHMARKS,
     *bridge.BENCHMARKS,
+    *copies.BENCHMARKS,
     *file.BENCHMARKS,
     *slots.BENCHMARKS,
     *codec.BENCHMARKS,
