@@ -24,9 +24,10 @@ from hicache_async.device.cpu import CpuDevice
 from hicache_async.errors import ClosedError, InvariantError
 from hicache_async.memory.device_kv import DeviceKV
 from hicache_async.memory.host import HostArena
+from hicache_async.testing._device_bench import DTYPES
+from hicache_async.testing._device_fences import ForeignFence
 from hicache_async.testing.golden import check_page, fill_page
 from hicache_async.testing.manual import ManualThreads
-from tests.dtypes import DTYPES
 
 LAYERS, DEVICE_PAGES, HOST_PAGES = 4, 12, 16
 LAYOUTS = list(HostLayout)
@@ -37,26 +38,6 @@ KINDS: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
     "mla": ((2, 1, 10), None),
 }
 pytestmark = pytest.mark.asyncio
-
-
-class ForeignFence:
-    """A fence of the engine's own kind: it can be asked and blocked on, nothing more."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self.error: Exception | None = None
-
-    def passed(self) -> bool:
-        return self._event.is_set()
-
-    def block(self, stream: object | None = None) -> None:
-        self._event.wait()
-        if self.error is not None:
-            raise self.error
-
-    def settle(self, error: Exception | None = None) -> None:
-        self.error = error
-        self._event.set()
 
 
 class Tiers:

@@ -9,7 +9,7 @@ import torch
 
 from hicache_async.errors import ConfigError
 from hicache_async.memory.device_kv import DeviceKV
-from tests.dtypes import DTYPES
+from hicache_async.testing._device_bench import DTYPES
 
 
 def layers(*shape: int, count: int = 3, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from ..memory.layout import PageRun, alike, page_runs
 from ..types import Pages
 from ._progress import CopyProgress, LayerFence
 
-_POLL_S = 0.001  # epoll rounds a shorter timer up to this, and uvloop rounds it down to a busy loop
+POLL_S = 0.001  # epoll rounds a shorter timer up to this, and uvloop rounds it down to a busy loop
 _TOUCH_NBYTES = 64 << 20
 _PAGE_NBYTES = 4096
 
@@ -103,7 +103,7 @@ class CpuDevice:
             await fence.wait()
             return
         while not fence.passed():  # noqa: ASYNC110 - a foreign fence has no event to wait for
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(POLL_S)
         fence.block()
 
     async def aclose(self) -> None:

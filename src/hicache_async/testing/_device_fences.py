@@ -17,7 +17,7 @@ SETTLE_S = 0.02
 BLOCK_S = 10.0
 
 
-class EngineFence:
+class ForeignFence:
     """A fence of the engine's own kind: it can be asked and blocked on, nothing more."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ async def stays_behind_a_thread_fence(bench: Bench) -> None:
 
 async def stays_behind_a_fence_of_the_engine(bench: Bench) -> None:
     """The same for one that can only be asked, or blocked on."""
-    fence = EngineFence()
+    fence = ForeignFence()
     await _stays_behind(bench, fence, fence.settle)
 
 
@@ -140,7 +140,7 @@ async def fails_behind_a_failed_fence(bench: Bench) -> None:
     for kind in ("thread", "engine"):
         tiers = await bench.tiers()
         error = RuntimeError("the forward failed")
-        fence = ThreadFence(asyncio.get_running_loop()) if kind == "thread" else EngineFence()
+        fence = ThreadFence(asyncio.get_running_loop()) if kind == "thread" else ForeignFence()
         loaded = bench.load(tiers.plan([0], [0]), fence)
         offloaded = bench.offload(tiers.plan([1], [1]), fence)
         later = bench.load(tiers.plan([2], [2])), bench.offload(tiers.plan([3], [3]))
@@ -166,7 +166,7 @@ async def waits_for_any_fence(bench: Bench) -> None:
     """Its own, those of threads and those of an engine; the error of a failed one is raised."""
     await bench.device.wait(bench.device.fence())
     bench.device.fence().block()
-    thread_fence, engine_fence = ThreadFence(asyncio.get_running_loop()), EngineFence()
+    thread_fence, engine_fence = ThreadFence(asyncio.get_running_loop()), ForeignFence()
     waits = [asyncio.create_task(bench.device.wait(fence)) for fence in (thread_fence, engine_fence)]
     await asyncio.sleep(SETTLE_S)
     assert not any(wait.done() for wait in waits), "a wait ended before its fence passed"

@@ -12,13 +12,11 @@ import torch
 from .._fence import ThreadFence, parts
 from ..abc import CopyPlan, Fence, PagedBytes
 from ..device._progress import CopyProgress, LayerFence
-from ..device.cpu import PassedFence, check_plan, copy_layer
+from ..device.cpu import POLL_S, PassedFence, check_plan, copy_layer
 from ..errors import ClosedError, InvariantError
 from ..memory.host import POISON
 from ..memory.layout import page_runs
 from ..types import Pages
-
-_POLL_S = 0.001
 
 UNDEFINED = 0xDB
 """What the targets of a started copy hold until their layer has moved."""
@@ -195,7 +193,7 @@ class VirtualDevice:
             await fence.wait()
             return
         while not fence.passed():  # noqa: ASYNC110 - a foreign fence has no event to wait for
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(POLL_S)
         fence.block()
 
     async def aclose(self) -> None:
@@ -234,7 +232,7 @@ class VirtualDevice:
         if fence.passed():
             self._pump()
         elif not self._closed:
-            asyncio.get_running_loop().call_later(_POLL_S, self._pump_behind, fence)
+            asyncio.get_running_loop().call_later(POLL_S, self._pump_behind, fence)
 
     def _pump(self) -> None:
         if self.auto:
