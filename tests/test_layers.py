@@ -21,7 +21,7 @@ LAYERS = [  # from the bottom up; a module may import from its own row and from 
     ["eviction", "explanation"],
     ["config"],
     ["abc"],
-    ["_hop", "_fence", "_threads", "_clock", "_log"],
+    ["_hop", "_fence", "_progress", "_copy_queue", "_threads", "_clock", "_log"],
     ["core"],
     ["memory"],
     ["stores", "device", "cuda", "ranks"],

@@ -1,11 +1,11 @@
-"""ThreadFence: the fence of a machine without streams, set by a thread and awaited on the loop."""
+"""What fences have in common: set by a thread, ordered on a stream, several as one."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 
 from ._threads import check_process, post_to_loop
@@ -117,6 +117,47 @@ class EngineFence(ThreadFence):
     __slots__ = ()
 
 
+POLL_S = 0.001  # epoll rounds a shorter timer up to this, and uvloop rounds it down to a busy loop
+
+
+class PassedFence:
+    """A fence with nothing before it."""
+
+    __slots__ = ()
+
+    def passed(self) -> bool:
+        """Return True."""
+        return True
+
+    def block(self, stream: object | None = None) -> None:
+        """Return at once."""
+
+
+class OrderedFence:
+    """A fence that has a place on a stream: it never passes before one of the same stream with a lower sequence.
+
+    So of several on one stream the highest is behind all of them.
+
+    Attributes:
+        stream: which; only compared.
+        sequence: its place.
+    """
+
+    __slots__ = ("sequence", "stream")
+
+    def __init__(self, stream: Hashable, sequence: int) -> None:
+        self.stream = stream
+        self.sequence = sequence
+
+    def passed(self) -> bool:
+        """Return whether everything before it has been done, or has failed. Never blocks; any thread."""
+        raise NotImplementedError
+
+    def block(self, stream: object | None = None) -> None:
+        """Order ``stream`` behind it; without streams the calling thread waits."""
+        raise NotImplementedError
+
+
 class AllFences:
     """Several fences as one; made by :func:`combine`."""
 
@@ -143,13 +184,22 @@ def parts(fence: Fence | None) -> Sequence[Fence]:
 
 
 def combine(fences: Iterable[Fence | None]) -> Fence | None:
-    """Return one fence behind all that are still open; None: none is."""
-    still_open: list[Fence] = []
+    """Return one fence behind all that are still open, of each stream only the last; None: none is open."""
+    still_open: dict[object, Fence] = {}
     for fence in fences:
-        still_open += [part for part in parts(fence) if not part.passed() and part not in still_open]
+        for part in parts(fence):
+            if part.passed():
+                continue
+            if not isinstance(part, OrderedFence):
+                still_open[part] = part
+                continue
+            known = still_open.get(part.stream)
+            if not isinstance(known, OrderedFence) or known.sequence < part.sequence:
+                still_open[part.stream] = part
     if not still_open:
         return None
-    return still_open[0] if len(still_open) == 1 else AllFences(still_open)
+    behind = tuple(still_open.values())
+    return behind[0] if len(behind) == 1 else AllFences(behind)
 
 
 def engine_fence_in(fence: Fence) -> EngineFence | None:
@@ -161,3 +211,10 @@ def resolve(future: asyncio.Future[None]) -> None:
     """Set a future that may have been cancelled or set before."""
     if not future.done():
         future.set_result(None)
+
+
+async def poll(fence: Fence) -> None:
+    """Wait for a fence that can only be asked. Raises: what failed. Cancellation: ends the wait only."""
+    while not fence.passed():  # noqa: ASYNC110 - it has no event to wait for
+        await asyncio.sleep(POLL_S)
+    fence.block()

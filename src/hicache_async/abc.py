@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from .config import IoMode
 from .errors import ConsensusError
 from .types import ObjectStat, Pages, Stop, StopToken
 
@@ -61,12 +62,17 @@ class PagedBytes(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
-    """Which pages move between a device and a host arena; both id arrays have the same length."""
+    """Which pages move between a device and a host arena; both id arrays have the same length.
+
+    Attributes:
+        io_mode: how a device that can do both moves them; every layout takes ``kernel``.
+    """
 
     kv: PagedBytes
     arena: PagedBytes
     device_pages: Pages
     host_pages: Pages
+    io_mode: IoMode = IoMode.KERNEL
 
 
 class Device(Protocol):
@@ -97,6 +103,18 @@ class Device(Protocol):
 
     async def aclose(self) -> None:
         """Let go of streams and threads; never waits for a hung copy."""
+        ...
+
+
+@runtime_checkable
+class SupportsRecording(Protocol):
+    """A device that queues its copies from a thread: no stream can be ordered behind a fence before it is recorded."""
+
+    async def recorded(self, fences: Sequence[Fence]) -> None:
+        """Return when all of ``fences`` are recorded, or have failed; then ``block`` waits in no thread.
+
+        Cancellation: ends the wait only.
+        """
         ...
 
 

@@ -193,9 +193,10 @@ class PrefixLease:
             total_tokens: room wanted, counted from token 0; None: for the prompt.
             wait_pending: whether to wait for announced ranges (a cache with ranks never does).
             priority: higher is served first where loads queue.
-        Returns: when the copies are queued; the prefix is usable layer by layer from then on.
+        Returns: when the copies are queued and every layer of them is recorded, where the device has streams;
+            the prefix is usable layer by layer from then on.
         Raises: LeaseError: a second load.
-        Cancellation: nothing is moved; release the lease.
+        Cancellation: what was not queued is not moved; release the lease.
         """
         self._check_live()
         if self._load_called:
@@ -220,7 +221,11 @@ class PrefixLease:
         )
         self._loaded(loading)
         self._announce_end = end_page
-        movers.steps.returned(self, step, ticket, self._enter_step)
+        movers.steps.agreed(self, step, ticket, self._enter_step)
+        try:
+            await movers.loads.recorded(loading)
+        finally:
+            movers.steps.returned(self)
         return loading
 
     def _enter_step(self) -> None:
@@ -255,7 +260,7 @@ class PrefixLease:
         """
         total_pages = self._pages_for(total_tokens)
         self._movers.device_room.ensure(self._holding, total_pages)
-        return Allocation(self._holding.table.place(total_pages), self._holding.table.open_fence())
+        return self._movers.device_room.place(self._holding, total_pages)
 
     async def allocate(self, total_tokens: int) -> Allocation:
         """As :meth:`allocate_nowait`, but wait in turn while other requests can still give pages back.
@@ -266,7 +271,7 @@ class PrefixLease:
         total_pages = self._pages_for(total_tokens)
         while self._holding.table.missing_pages(total_pages):
             await self._movers.device_room.wait(self._holding, total_pages)
-        return Allocation(self._holding.table.place(total_pages), self._holding.table.open_fence())
+        return self._movers.device_room.place(self._holding, total_pages)
 
     def extend(self, token_ids: Tokens) -> None:
         """Append decoded or accepted tokens.

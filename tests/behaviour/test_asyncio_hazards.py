@@ -16,8 +16,8 @@ import pytest
 
 import hicache_async
 from hicache_async import CacheConfig, CpuDevice, HiCache, StopToken
+from hicache_async._progress import LayerFence
 from hicache_async.abc import CopyPlan
-from hicache_async.device._progress import LayerFence
 from hicache_async.errors import StoreUnavailable
 from hicache_async.memory.host import HostArena
 from hicache_async.stores import FileStore, MemoryStore

@@ -22,6 +22,7 @@ from hicache_async.core.grid import PageCells
 from hicache_async.device import cpu
 from hicache_async.device.cpu import CpuDevice
 from hicache_async.errors import ClosedError, InvariantError
+from hicache_async.memory import buffer
 from hicache_async.memory.device_kv import DeviceKV
 from hicache_async.memory.host import HostArena
 from hicache_async.testing._device_bench import DTYPES
@@ -409,15 +410,15 @@ async def test_an_engine_thread_blocks_layer_by_layer(monkeypatch: pytest.Monkey
 async def test_host_buffer(nbytes: int) -> None:
     """A buffer is zeros of the length asked for, on a memory page boundary."""
     device = CpuDevice()
-    buffer = await device.host_buffer(nbytes)
-    assert (buffer.dtype, tuple(buffer.shape), bool(buffer.any())) == (torch.uint8, (nbytes,), False)
-    assert nbytes == 0 or buffer.data_ptr() % 4096 == 0
+    memory = await device.host_buffer(nbytes)
+    assert (memory.dtype, tuple(memory.shape), bool(memory.any())) == (torch.uint8, (nbytes,), False)
+    assert nbytes == 0 or memory.data_ptr() % 4096 == 0
     await device.aclose()
 
 
 async def test_host_buffer_is_touched_off_the_loop_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allocation is one job of a worker, and a cancelled one stops at the next chunk."""
-    monkeypatch.setattr(cpu, "_TOUCH_NBYTES", 10)
+    monkeypatch.setattr(buffer, "_TOUCH_NBYTES", 10)
     threads = ManualThreads()
     device = CpuDevice(threads)
     wanted = asyncio.create_task(device.host_buffer(100))
@@ -434,7 +435,7 @@ async def test_host_buffer_is_touched_off_the_loop_in_chunks(monkeypatch: pytest
             return self.asked > 3
 
     cancelled = Counting()
-    cpu._touched_buffer(100, cancelled)
+    buffer.touched_buffer(100, cancelled)
     assert cancelled.asked == 4
 
 

@@ -18,9 +18,9 @@ import pytest
 import hicache_async
 import hicache_async.stores
 from hicache_async import PrefixLease
+from hicache_async._fence import PassedFence
 from hicache_async.abc import CopyPlan, Fence
 from hicache_async.core.pool import Owner
-from hicache_async.device.cpu import PassedFence
 from hicache_async.errors import ConfigError, StoreUnavailable
 from hicache_async.flows.load import Slots
 from hicache_async.flows.prefetch import Prefetch

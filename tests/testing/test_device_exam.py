@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hicache_async._fence import ThreadFence
+from hicache_async._progress import CopyProgress, LayerFence
 from hicache_async.abc import CopyPlan, Device, Fence
-from hicache_async.device._progress import CopyProgress, LayerFence
 from hicache_async.device.cpu import CpuDevice
 from hicache_async.errors import ConfigError, InvariantError
 from hicache_async.testing.device_exam import CHECKS, check_device
@@ -94,7 +94,7 @@ class PassesEarly(Broken):
 
     def device_to_host(self, plan: CopyPlan, after: Sequence[Fence]) -> LayerFence:
         super().device_to_host(plan, after)
-        done = CopyProgress(1, "nothing")
+        done = CopyProgress(1, "nothing", object(), 0)
         done.advance()
         return LayerFence(done, 0)
 
@@ -139,7 +139,7 @@ class NeedsTheLoop(Broken):
     def host_to_device(self, plan: CopyPlan, after: Sequence[Fence]) -> Sequence[LayerFence]:
         fences = super().host_to_device(plan, after)
         loop = asyncio.get_running_loop()
-        late = CopyProgress(plan.kv.num_layers, "late")
+        late = CopyProgress(plan.kv.num_layers, "late", object(), 0)
 
         def done() -> None:
             if fences[-1].error is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .._fence import combine, resolve
 from ..abc import Fence
@@ -32,15 +32,18 @@ class Allocation:
 
     pages: Pages
     after: Fence | None
+    _compute_stream: object | None = field(default=None, repr=False)
 
     def block(self, stream: object | None = None) -> None:
         """Order ``stream`` behind :attr:`after`; without streams the calling thread waits. Any thread.
+
+        ``stream=None`` is the engine's compute stream.
 
         A page that was evicted a moment ago may still be read by the copy that takes its bytes to the
         host: call this before anything is written, once per allocation.
         """
         if self.after is not None:
-            self.after.block(stream)
+            self.after.block(self._compute_stream if stream is None else stream)
 
 
 @dataclass(slots=True, eq=False)
@@ -148,6 +151,11 @@ class DeviceRoom:
         holding.table.reserve(grant)
         if from_step:
             holding.table.reserve(Grant(self.step.take_reserved(from_step), list(self.step.fences)))
+
+    def place(self, holding: Holding, total_pages: int) -> Allocation:
+        """Hand out what is reserved for ``holding``, until it holds ``total_pages``."""
+        table = holding.table
+        return Allocation(table.place(total_pages), table.open_fence(), self._ctx.kv.compute_stream)
 
     def _give_back(self, grant: Grant) -> None:
         self._ctx.device_pool.free(grant.pages, Owner.LEASE, after=combine(grant.after))

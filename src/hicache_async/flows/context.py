@@ -14,7 +14,7 @@ from structlog.typing import FilteringBoundLogger
 from .._fence import resolve
 from .._hop import Hop, HopRegistry
 from .._log import logger
-from ..abc import Clock, Device, Ranks, Store
+from ..abc import Clock, CopyPlan, Device, Ranks, Store
 from ..config import CacheConfig, WritePolicy
 from ..core.announcements import Announcements
 from ..core.keys import KeyNames
@@ -289,3 +289,8 @@ async def settled_within(clock: Clock, future: asyncio.Future[None], timeout_s: 
     finally:
         timer.cancel()
     return future.done()
+
+
+def copy_plan(ctx: Context, device_pages: Pages, host_pages: Pages) -> CopyPlan:
+    """Pair pages of the two tiers, to be moved as the cache is configured."""
+    return CopyPlan(ctx.kv, ctx.arena, device_pages, host_pages, ctx.config.io_mode)

@@ -11,7 +11,7 @@ from functools import partial
 from .._fence import parts, resolve
 from .._hop import Hop
 from .._log import logger
-from ..abc import CopyPlan, Fence
+from ..abc import Fence, SupportsRecording
 from ..core.holding import Holding
 from ..core.node import Node, pages_of
 from ..core.pool import Owner
@@ -19,7 +19,7 @@ from ..core.walk import Match
 from ..errors import ConsensusError
 from ..types import Pages, State, Tier
 from .allocate import DeviceRoom
-from .context import Context, Pinned, consensus_error, leave_ranks
+from .context import Context, Pinned, consensus_error, copy_plan, leave_ranks
 from .readiness import open_fences, settle_ready, wait_fence
 
 
@@ -38,8 +38,8 @@ class Loading:
     reserved_tokens: int
     pages: Pages
     loaded_tokens: int
+    _fences: list[Sequence[Fence]] = field(repr=False)
     _ctx: Context = field(repr=False)
-    _fences: list[Sequence[Fence]] = field(default_factory=list, repr=False)
 
     @property
     def done(self) -> bool:
@@ -49,10 +49,11 @@ class Loading:
     def block(self, layer: int, stream: object | None = None) -> None:
         """Order ``stream`` behind layer ``layer`` of the prefix; without streams the calling thread waits.
 
-        Any thread. Raises: what failed; the bytes are then not to be used.
+        ``stream=None`` is the engine's compute stream. Any thread.
+        Raises: what failed; the bytes are then not to be used.
         """
         for fences in self._fences:
-            _of_layer(fences, layer).block(stream)
+            _of_layer(fences, layer).block(self._ctx.kv.compute_stream if stream is None else stream)
 
     async def ready(self, layer: int) -> None:
         """Return when layer ``layer`` of the prefix is there. Raises: as :meth:`block`."""
@@ -206,6 +207,16 @@ class Loads:
             raise consensus_error(ctx.ranks_lost)
         return agreed
 
+    async def recorded(self, loading: Loading) -> None:
+        """Return when a stream can be ordered behind every layer of ``loading``.
+
+        To wait for a fence of a stream that was never recorded is no wait at all: what is computed then is garbage.
+        Cancellation: ends the wait only.
+        """
+        device = self._ctx.device
+        if loading._fences and isinstance(device, SupportsRecording):
+            await device.recorded([fence for fences in loading._fences for fence in fences])
+
     def _host_pages(self, match: Match) -> int:
         num_pages = match.local_pages - match.device_pages
         worth = num_pages * self._ctx.page_tokens >= self._ctx.config.effective_load_threshold_tokens
@@ -273,7 +284,7 @@ class Loads:
             ready = node.device.ready
             if ready and not any(ready is known for known in fences):
                 fences.append(ready)
-        return Loading(tokens, reserved_tokens, holding.table.pages.copy(), loaded_tokens, ctx, fences)
+        return Loading(tokens, reserved_tokens, holding.table.pages.copy(), loaded_tokens, fences, ctx)
 
     def _check_promise(self, agreed_tokens: int, end_page: int) -> None:
         # What the other ranks compute from is agreed: a rank that has less of it now cannot go on with them.
@@ -295,7 +306,7 @@ class Loads:
         ctx, tree = self._ctx, self._ctx.tree
         host_pages = pages_of(nodes, Tier.HOST)
         targets = holding.table.reserved[: len(host_pages)]
-        plan = CopyPlan(ctx.kv, ctx.arena, targets, host_pages)
+        plan = copy_plan(ctx, targets, host_pages)
         after = [*open_fences(nodes, Tier.HOST), *parts(holding.table.open_fence())]
         fences = ctx.attempt(lambda: ctx.device.host_to_device(plan, after))
         if fences is None:

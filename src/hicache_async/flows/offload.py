@@ -10,12 +10,12 @@ import numpy as np
 
 from .._hop import Hop
 from .._log import logger
-from ..abc import CopyPlan, Fence
+from ..abc import Fence
 from ..core.node import Node, pages_of
 from ..core.pool import Owner
 from ..core.room import Move
 from ..types import Tier
-from .context import Context, Pinned
+from .context import Context, Pinned, copy_plan
 from .readiness import awaits_engine, open_fences, settle_ready, wait_fence
 
 
@@ -131,7 +131,7 @@ class Offloads:
         ctx = self._ctx
         device_pages = pages_of(nodes, Tier.DEVICE)
         host_pages = ctx.host_pool.take(len(device_pages), Owner.LEASE, fenced=False).pages
-        plan = CopyPlan(ctx.kv, ctx.arena, device_pages, host_pages)
+        plan = copy_plan(ctx, device_pages, host_pages)
         ready = open_fences(nodes, Tier.DEVICE)
         fence = ctx.attempt(lambda: ctx.device.device_to_host(plan, ready))
         if fence is None:
@@ -149,7 +149,7 @@ class Offloads:
         ctx = self._ctx
         device_pages = np.concatenate([move.device_pages for move in moves])
         host_pages = np.concatenate([move.host_pages for move in moves])
-        plan = CopyPlan(ctx.kv, ctx.arena, device_pages, host_pages)
+        plan = copy_plan(ctx, device_pages, host_pages)
         fence = ctx.attempt(lambda: ctx.device.device_to_host(plan, ()))
         ctx.device_pool.free(device_pages, Owner.TREE, after=fence)
         if fence is None:

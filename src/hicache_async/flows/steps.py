@@ -12,10 +12,12 @@ The numbers count down in a vote, so that MIN is the latest one and 0 is nobody'
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .._fence import resolve
 from ..errors import ConsensusError, LeaseError
 from .allocate import DeviceRoom
 from .context import Context, consensus_error
@@ -46,31 +48,40 @@ class Steps:
         self._granted = 0
         self._heard_of_loss = False
         self._entering: dict[object, _Entry] = {}
-        """Loads that have returned, in the order agreed."""
+        """Loads that were agreed, in the order agreed."""
         self._undecided: dict[object, bytes] = {}
-        """Loads that have returned and whose step is still to be agreed on, and the tickets for that."""
+        """Loads that were agreed and whose step is still to be agreed on, and the tickets for that."""
+        self._returning: dict[object, asyncio.Future[None]] = {}
+        """Loads that were agreed and have not returned: their copies are not recorded yet."""
 
     def vote(self) -> int:
         """Return what a load that is voted for now says about its step."""
         return NEVER - (self.number + 1)
 
-    def returned(self, load: object, agreed: int, ticket: bytes, on_enter: Callable[[], None]) -> None:
-        """Let a load that has returned here enter at the agreed step.
+    def agreed(self, load: object, agreed: int, ticket: bytes, on_enter: Callable[[], None]) -> None:
+        """Let a load that every rank has agreed upon enter at the agreed step, which waits for :meth:`returned`.
 
         Args:
             agreed: what came of :meth:`vote`; 0: a mute rank spoiled the ticket, so agree on the step alone.
             ticket: of the load.
             on_enter: called as it enters, in the same order on every rank.
         """
+        self._returning[load] = self._ctx.loop.create_future()
         if agreed:
             self._entering[load] = _Entry(NEVER - agreed, on_enter)
         else:
             self._undecided[load] = again(ticket)
             self._ctx.spawn(self._decide(load, again(ticket), on_enter), "step-of-load")
 
+    def returned(self, load: object) -> None:
+        """Say that a load returns now, or was cancelled meanwhile; does nothing a second time."""
+        if (returning := self._returning.pop(load, None)) is not None:
+            resolve(returning)
+
     def forget(self, load: object) -> None:
         """Give out a load no more: its request has gone."""
         self._entering.pop(load, None)
+        self.returned(load)
         if (ticket := self._undecided.pop(load, None)) is not None:
             self._ctx.ranks.cast(ticket, (0,), patient=True)
 
@@ -119,18 +130,23 @@ class Steps:
                 ctx.lose_ranks(ConsensusError("a rank has left its group, and takes part in no further step"))
             elif agreed is not None:
                 self._granted = agreed[1]
+        while returning := [self._returning[load] for load in self._due() if load in self._returning]:
+            await ctx.until(returning[0])
         self._is_open = False
         self._device_room.trim_step(self._granted)
         self.check_loss()
-        if ctx.ranks_lost is not None:  # nobody is left to wait for
-            entered = [*self._entering, *self._undecided]
+        entered = self._due()
+        if ctx.ranks_lost is not None:
             self._undecided.clear()
-        else:
-            entered = [load for load, entry in self._entering.items() if entry.step <= self.number]
         for load in entered:
             if (entry := self._entering.pop(load, None)) is not None:
                 entry.on_enter()
         return self._granted, entered
+
+    def _due(self) -> list[object]:
+        if self._ctx.ranks_lost is not None:  # nobody is left to wait for
+            return [*self._entering, *self._undecided]
+        return [load for load, entry in self._entering.items() if entry.step <= self.number]
 
 
 def _entered_before() -> None:

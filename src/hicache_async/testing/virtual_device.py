@@ -9,11 +9,11 @@ from itertools import chain
 import numpy as np
 import torch
 
-from .._fence import ThreadFence, parts
+from .._fence import POLL_S, PassedFence, ThreadFence, parts, poll
+from .._progress import CopyProgress, LayerFence
 from ..abc import CopyPlan, Fence, PagedBytes
-from ..device._progress import CopyProgress, LayerFence
-from ..device.cpu import POLL_S, PassedFence, check_plan, copy_layer
 from ..errors import ClosedError, InvariantError
+from ..memory.copying import check_plan, copy_layer
 from ..memory.host import POISON
 from ..memory.layout import page_runs
 from ..types import Pages
@@ -50,11 +50,12 @@ class VirtualCopy:
         after: the fences it stays behind.
     """
 
-    def __init__(self, plan: CopyPlan, to_device: bool, after: Sequence[Fence], name: str) -> None:
+    def __init__(self, plan: CopyPlan, to_device: bool, after: Sequence[Fence], number: int) -> None:
         self.plan = plan
         self.to_device = to_device
         self.after = tuple(after)
-        self.progress = CopyProgress(plan.kv.num_layers, name)
+        direction, num_layers = "host_to_device" if to_device else "device_to_host", plan.kv.num_layers
+        self.progress = CopyProgress(num_layers, f"{direction} #{number}", direction, number * num_layers)
         self._is_started = False
 
     def __repr__(self) -> str:
@@ -126,6 +127,7 @@ class VirtualDevice:
         self.num_submitted = 0
         self._pending: list[VirtualCopy] = []
         self._compute: CopyProgress | None = None
+        self._num_computed = 0
         self._closed = False
 
     async def host_buffer(self, nbytes: int) -> torch.Tensor:
@@ -139,7 +141,8 @@ class VirtualDevice:
     def begin_compute(self) -> None:
         """Behave as if a forward had been queued: fences made from now on are open."""
         if self._compute is None:
-            self._compute = CopyProgress(1, "compute")
+            self._compute = CopyProgress(1, "compute", "compute", self._num_computed)
+            self._num_computed += 1
 
     def end_compute(self) -> None:
         """Behave as if the queued forward had ended."""
@@ -192,9 +195,7 @@ class VirtualDevice:
         if isinstance(fence, ThreadFence | VirtualFence):
             await fence.wait()
             return
-        while not fence.passed():  # noqa: ASYNC110 - a foreign fence has no event to wait for
-            await asyncio.sleep(POLL_S)
-        fence.block()
+        await poll(fence)
 
     async def aclose(self) -> None:
         """Fail what has not moved."""
@@ -212,8 +213,7 @@ class VirtualDevice:
     def _submit(self, plan: CopyPlan, to_device: bool, after: Sequence[Fence]) -> VirtualCopy:
         if self._closed:
             raise ClosedError("the device is closed; it copies nothing any more")
-        name = f"{'host_to_device' if to_device else 'device_to_host'} #{self.num_submitted}"
-        copy = VirtualCopy(plan, to_device, after, name)
+        copy = VirtualCopy(plan, to_device, after, self.num_submitted)
         self._check(copy)
         self.num_submitted += 1
         self._pending = [*self.pending, copy]

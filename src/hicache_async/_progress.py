@@ -6,10 +6,10 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
-from .._fence import resolve
-from .._threads import check_process, post_to_loop
+from ._fence import OrderedFence, resolve
+from ._threads import check_process, post_to_loop
 
 _HAND_OVER_S = 1e-6  # in effect about 60 us, the timer slack of Linux
 
@@ -17,18 +17,33 @@ _HAND_OVER_S = 1e-6  # in effect about 60 us, the timer slack of Linux
 class CopyProgress:
     """Count the layers of one copy that have moved, and wake who waits for them.
 
-    One object for the whole copy, so that a fence per layer costs two references.
+    One object for the whole copy, so that a fence per layer costs little.
 
+    Args:
+        name: for messages; what is known of its place on a queue may be told with it.
+        stream, first_sequence: where on which queue the first layer stands; the next ones follow it.
     Attributes:
         num_done: layers that have moved.
         error: what ended the copy early; the layers from ``num_done`` on have failed.
     """
 
-    __slots__ = ("_callbacks", "_lock", "_pid", "error", "name", "num_done", "num_layers")
+    __slots__ = (
+        "_callbacks",
+        "_lock",
+        "_pid",
+        "error",
+        "first_sequence",
+        "name",
+        "num_done",
+        "num_layers",
+        "stream",
+    )
 
-    def __init__(self, num_layers: int, name: str) -> None:
+    def __init__(self, num_layers: int, name: str, stream: Hashable, first_sequence: int) -> None:
         self.num_layers = num_layers
         self.name = name
+        self.stream = stream
+        self.first_sequence = first_sequence
         self.num_done = 0
         self.error: BaseException | None = None
         self._pid = os.getpid()
@@ -92,12 +107,13 @@ class CopyProgress:
                 self._callbacks[layer] = [other for other in waiting if other is not callback]
 
 
-class LayerFence:
+class LayerFence(OrderedFence):
     """Passed when the layers of a copy up to and including one have moved, or have failed."""
 
     __slots__ = ("layer", "progress")
 
     def __init__(self, progress: CopyProgress, layer: int) -> None:
+        super().__init__(progress.stream, progress.first_sequence + layer)
         self.progress = progress
         self.layer = layer
 
