@@ -144,23 +144,28 @@ class LayerFence(OrderedFence):
         """Call ``callback`` once, in the thread that settles the layer; at once when it is settled."""
         self.progress.when_settled(self.layer, callback)
 
+    async def reached(self) -> None:
+        """Return when the layer has moved or failed. Cancellation: ends the wait only."""
+        if self.passed():
+            return
+        loop = asyncio.get_running_loop()
+        settled: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            post_to_loop(loop.call_soon_threadsafe, resolve, settled)
+
+        self.when_settled(wake)
+        try:
+            await settled
+        except asyncio.CancelledError:
+            self.progress.forget(self.layer, wake)
+            raise
+
     async def wait(self) -> None:
         """Return when the layer has moved.
 
         Raises: what failed the copy. Cancellation: ends the wait only.
         """
-        if not self.passed():
-            loop = asyncio.get_running_loop()
-            reached: asyncio.Future[None] = loop.create_future()
-
-            def wake() -> None:
-                post_to_loop(loop.call_soon_threadsafe, resolve, reached)
-
-            self.when_settled(wake)
-            try:
-                await reached
-            except asyncio.CancelledError:
-                self.progress.forget(self.layer, wake)
-                raise
+        await self.reached()
         if self.error is not None:
             raise self.error

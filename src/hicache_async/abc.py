@@ -118,6 +118,18 @@ class SupportsRecording(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsPreparation(Protocol):
+    """A device that has to get ready for the tensors of an engine, or may be unable to copy them."""
+
+    async def prepare(self, kv: PagedBytes, io_mode: IoMode) -> None:
+        """Get ready to copy pages of ``kv`` in ``io_mode``, off the loop. Called when a cache opens.
+
+        Raises: ConfigError: it cannot, and what to do.
+        """
+        ...
+
+
 class Store(Protocol):
     """Keeps objects of bytes under string keys. It never sees a tensor, a page id or a token.
 

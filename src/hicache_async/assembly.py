@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ._clock import LoopClock
 from ._log import logger
 from ._threads import DaemonThreads
-from .abc import Clock, Device, DevicePool, Ranks, Store
+from .abc import Clock, Device, DevicePool, Ranks, Store, SupportsPreparation
 from .config import CacheConfig, HostLayout, KeyScheme, WritePolicy
 from .core.codecs import check_dtype, codec_of
 from .core.grid import grid_of, narrow_fields, page_cells
@@ -157,6 +157,8 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
         if config.group_size > 1:
             logger.warning("ranks.none", size=config.group_size, advice="pass ranks= for ranks that agree")
     check_group(config, ranks)
+    if isinstance(device, SupportsPreparation):
+        await device.prepare(kv, config.io_mode)
     buffer = await device.host_buffer(HostArena.nbytes_needed(kv, num_host_pages))
     arena = HostArena(
         kv,

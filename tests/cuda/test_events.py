@@ -14,7 +14,7 @@ import pytest
 
 from hicache_async.cuda._waiting import FEW_WAITERS
 from hicache_async.cuda.events import NUM_TURNS, EventBridge
-from hicache_async.errors import ClosedError, ConfigError, WrongLoopError
+from hicache_async.errors import ConfigError, WrongLoopError
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.every_loop]
 
@@ -282,17 +282,22 @@ async def test_events_that_complete_in_threads(bridge: EventBridge) -> None:
     await until_idle(bridge)
 
 
-async def test_close_ends_all_waits(bridge: EventBridge) -> None:
-    """With ClosedError, and refuses further ones."""
-    waits = await start(bridge, Event(), Event())
+async def test_waits_go_on_after_a_close(bridge: EventBridge) -> None:
+    """What an event stands for may still be going on: to end its waits would be a lie. No thread is left."""
+    events = Event(), Event()
+    waits = await start(bridge, *events)
     bridge.close()
     bridge.close()
-    for wait in waits:
-        with pytest.raises(ClosedError, match="awaited"):
-            await wait
-    with pytest.raises(ClosedError, match="gone"):
-        await bridge.wait(Event())
-    assert bridge.num_waiting == 0
+    assert not any(wait.done() for wait in waits) and bridge.num_waiting == 2
+    later = asyncio.create_task(bridge.wait(third := Event(), stream="other"))
+    for event in (*events, third):
+        event.has_completed = True
+    await asyncio.gather(*waits, later)
+    await until_idle(bridge)
+    for thread in threading.enumerate():
+        if thread.name.startswith("hicache-events"):
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 async def test_another_loop_is_refused(bridge: EventBridge) -> None:

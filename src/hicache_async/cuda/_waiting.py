@@ -99,16 +99,6 @@ class WaitingEvents:
             self._num_waiters -= len(settled)
         return settled
 
-    def drop_all(self) -> list[Waiter]:
-        """Return all waiters and forget them."""
-        with self._lock:
-            dropped = [waiter for queue in self._queues.values() for waiter in queue if waiter.wanted]
-            for waiter in dropped:
-                waiter.wanted = False
-            self._queues.clear()
-            self._num_waiters = self._num_given_up = 0
-        return dropped
-
     def _settle_stream(self, queue: deque[Waiter], settled: list[Settled]) -> None:
         while queue:
             head, error = queue[0], None

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 
 from .._threads import DaemonThreads, post_to_loop
-from ..errors import ClosedError, ConfigError, WrongLoopError
+from ..errors import ConfigError, WrongLoopError
 from ._waiting import Event, Settled, Waiter, WaitingEvents
 
 TIMER_S = 0.001
@@ -48,7 +48,6 @@ class EventBridge:
         self._waiting = WaitingEvents()
         self._poller: _LoopPoller | _ThreadPoller | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._closed = False
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self._waiting)} waiting, {self.num_queries} queries>"
@@ -77,7 +76,7 @@ class EventBridge:
                 equal ones in that of their waits; it is asked once those before it have completed.
             sequence: its place on the stream.
 
-        Raises: what ``query()`` raises. ClosedError: the bridge was closed. WrongLoopError: it serves another loop.
+        Raises: what ``query()`` raises. WrongLoopError: the bridge serves another loop.
         Cancellation: ends the wait only, and the timer with the last one.
         """
         poller = self._bind()
@@ -95,17 +94,18 @@ class EventBridge:
             raise
 
     def close(self) -> None:
-        """End all waits with ClosedError and stop asking. Loop thread only; a second call does nothing."""
-        self._closed = True
-        if self._poller is not None:
+        """Let go of the thread, if there is one; from now on the loop asks. Loop thread only.
+
+        No wait is ended: what an event stands for may still be going on.
+        """
+        self._in_thread = False
+        if isinstance(self._poller, _ThreadPoller):
             self._poller.close()
-        for waiter in self._waiting.drop_all():
-            if not waiter.reached.done():
-                waiter.reached.set_exception(ClosedError("the device was closed while its event was awaited"))
+            self._poller = _LoopPoller(self._poller.loop, self._waiting, self._timer_s)
+            if self._waiting:
+                self._poller.wake()
 
     def _bind(self) -> _LoopPoller | _ThreadPoller:
-        if self._closed:
-            raise ClosedError("the event bridge was closed; the device it belonged to is gone")
         loop = asyncio.get_running_loop()
         if self._poller is None:
             self._loop = loop
@@ -143,8 +143,6 @@ class _LoopPoller:
             self._next.cancel()
             self._next = None
 
-    close = rest
-
     def _ask(self) -> None:
         self._next = None
         settled = self._waiting.settle()
@@ -162,7 +160,7 @@ class _ThreadPoller:
     """Ask in a thread, which sleeps for good when nothing waits; all that have completed wake the loop once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, waiting: WaitingEvents) -> None:
-        self._loop = loop
+        self.loop = loop
         self._waiting = waiting
         self._wanted = threading.Event()
         self._closed = False
@@ -186,13 +184,15 @@ class _ThreadPoller:
         self._thread.shutdown()
 
     def _ask_all(self) -> None:
-        post: Callable[..., object] = self._loop.call_soon_threadsafe
+        post: Callable[..., object] = self.loop.call_soon_threadsafe
         while self._wanted.wait() and not self._closed:
             if settled := self._waiting.settle():
                 post_to_loop(post, _resolve, settled)
             if not self._waiting:
                 self._wanted.clear()
-                if self._waiting:  # one came between the look and the clear
+                if (
+                    self._waiting or self._closed
+                ):  # one came, or the close did, between the look and the clear
                     self._wanted.set()
                 continue
             time.sleep(THREAD_SLEEP_S)

@@ -48,7 +48,8 @@ class CpuDevice:
         """
         cancelled = threading.Event()
         try:
-            return await asyncio.wrap_future(self._threads.submit(touched_buffer, nbytes, cancelled))
+            touched = self._threads.submit(touched_buffer, nbytes, cancelled)
+            return torch.from_numpy(await asyncio.wrap_future(touched))
         finally:
             cancelled.set()
 

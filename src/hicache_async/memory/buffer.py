@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 _TOUCH_NBYTES = 64 << 20
 _PAGE_NBYTES = 4096
 
 
-def touched_buffer(nbytes: int, cancelled: threading.Event) -> torch.Tensor:
+def touched_buffer(nbytes: int, cancelled: threading.Event) -> NDArray[np.uint8]:
     """Allocate ``nbytes`` and write them once. Blocks: run it in a worker thread.
 
     Args:
@@ -27,4 +27,4 @@ def touched_buffer(nbytes: int, cancelled: threading.Event) -> torch.Tensor:
         if cancelled.is_set():
             break
         buffer[chunk : chunk + _TOUCH_NBYTES] = 0
-    return torch.from_numpy(buffer)
+    return buffer

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..abc import CopyPlan, Device, Fence
-from ..config import HostLayout
+from ..config import HostLayout, IoMode
 from ..core.grid import PageCells
 from ..memory.device_kv import DeviceKV
 from ..memory.host import HostArena
@@ -38,9 +38,10 @@ DTYPES = (
 class Tiers:
     """The pages of an engine and an arena of the device, both filled with who they are."""
 
-    def __init__(self, kv: DeviceKV, arena: HostArena) -> None:
+    def __init__(self, kv: DeviceKV, arena: HostArena, io_mode: IoMode) -> None:
         self.kv = kv
         self.arena = arena
+        self.io_mode = io_mode
         for page in range(DEVICE_PAGES):
             fill_page(kv, page, device_page(page))
         for page in range(HOST_PAGES):
@@ -48,7 +49,8 @@ class Tiers:
 
     def plan(self, device_pages: Sequence[int], host_pages: Sequence[int]) -> CopyPlan:
         """Pair pages of the two."""
-        return CopyPlan(self.kv, self.arena, np.array(device_pages, np.int64), np.array(host_pages, np.int64))
+        pages = np.array(device_pages, np.int64), np.array(host_pages, np.int64)
+        return CopyPlan(self.kv, self.arena, *pages, self.io_mode)
 
     def check(self, on_device: dict[int, bytes], on_host: dict[int, bytes]) -> None:
         """Check every page of both: those named hold what is said, all others what they held at first."""
@@ -75,6 +77,7 @@ class Bench:
         layout: HostLayout = HostLayout.PAGE_FIRST,
         heads: str = "gqa",
         dtype: torch.dtype = torch.float16,
+        io_mode: IoMode = IoMode.KERNEL,
     ) -> Tiers:
         """Make pages of both tiers; the arena is in a buffer of the device."""
         k_shape, v_shape = HEADS[heads]
@@ -84,7 +87,7 @@ class Bench:
         )
         buffer = await self.device.host_buffer(HostArena.nbytes_needed(kv, HOST_PAGES))
         cells = PageCells(kv.kv_heads, kv.page_size)  # the finest that there are
-        return Tiers(kv, HostArena(kv, layout, HOST_PAGES, buffer, cells=cells))
+        return Tiers(kv, HostArena(kv, layout, HOST_PAGES, buffer, cells=cells), io_mode)
 
     def load(self, plan: CopyPlan, *after: Fence) -> Sequence[Fence]:
         """Submit a copy to the device."""

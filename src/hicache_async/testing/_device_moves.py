@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import torch
 
-from ..config import HostLayout
+from ..config import IO_MODES
 from ..errors import ClosedError, InvariantError
 from ._device_bench import (
     DEVICE_PAGES,
@@ -34,17 +35,17 @@ async def gives_host_buffers(bench: Bench) -> None:
 
 
 async def moves_every_layout_and_shape(bench: Bench) -> None:
-    """Scattered pages and runs come there and back, and no other page changes."""
-    for layout in HostLayout:
-        for heads in HEADS:
-            await _there_and_back(bench, await bench.tiers(layout, heads))
+    """Scattered pages and runs come there and back in every io mode, and no other page changes."""
+    for layout, io_modes in IO_MODES.items():
+        for heads, io_mode in itertools.product(HEADS, io_modes):
+            await _there_and_back(bench, await bench.tiers(layout, heads, io_mode=io_mode))
 
 
 async def moves_every_dtype(bench: Bench) -> None:
     """Bytes are not numbers: those that no number has come through as well."""
-    for layout in HostLayout:
-        for dtype in DTYPES:
-            await _there_and_back(bench, await bench.tiers(layout, dtype=dtype))
+    for layout, io_modes in IO_MODES.items():
+        for dtype, io_mode in itertools.product(DTYPES, io_modes):
+            await _there_and_back(bench, await bench.tiers(layout, dtype=dtype, io_mode=io_mode))
 
 
 async def _there_and_back(bench: Bench, tiers: Tiers) -> None:

@@ -1,0 +1,125 @@
+"""CudaCopy: one copy, queued on its stream by a thread and recorded layer by layer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .._fence import parts
+from .._progress import CopyProgress
+from ..abc import CopyPlan, Fence
+from ..config import IoMode
+from ..types import Pages
+from ._waiting import Event
+from .fences import CudaFence
+from .pieces import copy_runs, sorted_runs
+from .pinned import PinnedMemory
+from .runtime import Runtime, Stream
+
+
+class CudaCopy:
+    """What one call of :meth:`CudaDevice.host_to_device` or its reverse queues on a stream.
+
+    Args:
+        after: the fences that it stays behind.
+        recording: counts the events; one for each layer, or one for all of them.
+
+    Attributes:
+        awaited: what has to pass before it can be queued: fences of threads, and until they are recorded
+            those of other copies. Fences of streams are left to the stream.
+    """
+
+    __slots__ = (
+        "_after",
+        "_events",
+        "_is_to_device",
+        "_pinned",
+        "_plan",
+        "_runtime",
+        "_stream",
+        "awaited",
+        "recording",
+    )
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        pinned: PinnedMemory,
+        stream: Stream,
+        plan: CopyPlan,
+        after: Sequence[Fence],
+        recording: CopyProgress,
+        *,
+        is_to_device: bool,
+    ) -> None:
+        self._runtime = runtime
+        self._pinned = pinned
+        self._stream = stream
+        self._plan = plan
+        self._is_to_device = is_to_device
+        self._after = [fence for combined in after for fence in parts(combined)]
+        self._events: list[Event] = []
+        self.recording = recording
+        awaited: list[Fence] = []
+        for fence in self._after:
+            if not isinstance(fence, CudaFence):
+                awaited.append(fence)
+            elif fence.recording is not None:
+                awaited.append(fence.recording)
+        self.awaited: Sequence[Fence] = awaited
+
+    def event(self, index: int) -> Event:
+        """Return the event of a layer, which is recorded."""
+        return self._events[index]
+
+    def fail(self, error: BaseException) -> None:
+        """Give up a copy of which nothing was queued."""
+        self.recording.fail(error)
+
+    def run(self) -> None:
+        """Queue everything on the stream; what has to pass before has passed."""
+        try:
+            for fence in self.awaited:
+                fence.block()  # it has passed, so this can only raise
+            self._queue()
+        except BaseException as error:  # noqa: BLE001 - the top level of a job: its fences carry what it raised
+            self._end_failed(error)
+
+    def _queue(self) -> None:
+        plan = self._plan
+        if self._is_to_device:
+            source, target, sources, targets = plan.arena, plan.kv, plan.host_pages, plan.device_pages
+        else:
+            source, target, sources, targets = plan.kv, plan.arena, plan.device_pages, plan.host_pages
+        with self._runtime.on(self._stream):
+            for fence in self._after:
+                if isinstance(fence, CudaFence):
+                    self._runtime.order(self._stream, fence.event)
+            copy_plane = self._mover(sources, targets)
+            num_layers = plan.kv.num_layers
+            for layer in range(num_layers):
+                for taken, given in zip(source.planes(layer), target.planes(layer), strict=True):
+                    copy_plane(taken, given)
+                if self.recording.num_layers == num_layers or layer == num_layers - 1:
+                    self._events.append(self._runtime.record(self._stream))
+                    self.recording.advance()
+
+    def _mover(self, sources: Pages, targets: Pages) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """Return what queues these pages of one plane, called as ``mover(source, target)``."""
+        runtime = self._runtime
+        if not len(sources):
+            return lambda source, target: None
+        if self._plan.io_mode is IoMode.KERNEL:
+            ids = runtime.device_pages(sources), runtime.device_pages(targets)
+            return lambda source, target: runtime.copy_pages(source, target, *ids)
+        runs, cuts = sorted_runs(sources, targets), self._pinned.cuts
+        return lambda source, target: copy_runs(runtime.copy, source, target, runs, cuts)
+
+    def _end_failed(self, error: BaseException) -> None:
+        # The stream may still be working on what was queued before: a fence that passed as failed while its
+        # pages are being written would give them away.
+        with contextlib.suppress(RuntimeError):  # the device is lost: nothing moves any more
+            self._runtime.synchronize(self._stream)
+        self.recording.fail(error)

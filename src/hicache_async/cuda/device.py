@@ -1,0 +1,231 @@
+"""CudaDevice: pages between a GPU and pinned memory, layer by layer, without the loop ever waiting for the GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from .._copy_queue import CopyQueue
+from .._fence import AllFences, ThreadFence, poll
+from .._log import logger
+from .._progress import CopyProgress, LayerFence
+from .._threads import DaemonThreads
+from ..abc import CopyPlan, Fence, PagedBytes
+from ..config import IoMode
+from ..errors import ClosedError
+from ..memory.copying import check_plan
+from ._waiting import Event
+from .copy import CudaCopy
+from .events import EventBridge
+from .fences import CudaFence, StreamOrder
+from .pinned import PinnedMemory
+from .runtime import Runtime, Stream
+from .torch_runtime import TorchRuntime
+
+
+class CudaDevice:
+    """Copy pages on a stream of their own in each direction, queued by one thread.
+
+    Its fences are points on streams. To be ordered behind one costs an engine a stream wait, not a wait; a page is
+    used again behind the last thing that touched it, and behind nothing else that the stream does.
+
+    Args:
+        device: of the engine's tensors.
+        compute_stream: what the engine's forward runs on; None: the default stream. The cache itself asks the
+            ``compute_stream`` of its ``DeviceKV``, where that has one.
+        low_latency: ask for the end of a copy in a thread, every 50 us, instead of in the loop every millisecond.
+        runtime: for tests.
+
+    Raises:
+        ConfigError: there is no such device.
+
+    **Ownership**: streams and threads are its own, the tensors the engine's. Close it after its caches.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device = "cuda",
+        *,
+        compute_stream: Stream | None = None,
+        low_latency: bool = False,
+        runtime: Runtime | None = None,
+    ) -> None:
+        self._runtime: Runtime = TorchRuntime(device) if runtime is None else runtime
+        self._compute_stream = self._runtime.default_stream() if compute_stream is None else compute_stream
+        self._runtime.key(self._compute_stream)
+        self._pinned = PinnedMemory(self._runtime)
+        self._bridge = EventBridge(in_thread=low_latency)
+        self._submits = DaemonThreads(1, "hicache-submit")
+        self._helpers = DaemonThreads(1, "hicache-pin")
+        self._to_device = _Direction(self._runtime, self._submits, "host_to_device")
+        self._to_host = _Direction(self._runtime, self._submits, "device_to_host")
+        self._orders: weakref.WeakValueDictionary[object, StreamOrder] = weakref.WeakValueDictionary()
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} on {self._runtime!r}, {self._pinned.nbytes} bytes pinned>"
+
+    async def prepare(self, kv: PagedBytes, io_mode: IoMode) -> None:
+        """Get ready to copy pages of ``kv`` in ``io_mode``, off the loop.
+
+        Raises:
+            ConfigError: its kernels are not installed, or ``kv`` is elsewhere.
+        """
+        self._runtime.check_device(kv.planes(0)[0].device)
+        if io_mode is IoMode.KERNEL:
+            await asyncio.wrap_future(self._helpers.submit(self._runtime.check_kernels))
+
+    async def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """Allocate ``nbytes``, touch them and pin them in a worker, chunk by chunk.
+
+        Returns:
+            uint8, one dimension, on a memory page boundary, zeros. It is unpinned when it is dropped, when the
+            device is closed, or before the interpreter exits.
+        Raises:
+            ConfigError: the system does not let so much be pinned.
+        Cancellation: the worker stops after the chunk in hand and the memory is given back.
+        """
+        cancelled = threading.Event()
+        try:
+            pinned = self._helpers.submit(self._pinned.allocate, nbytes, cancelled)
+            return torch.from_numpy(await asyncio.wrap_future(pinned))
+        finally:
+            cancelled.set()
+
+    def fence(self, stream: Stream | None = None) -> CudaFence:
+        """Return a fence behind what ``stream`` has queued; None: the engine's compute stream.
+
+        Never the stream that happens to be current in the calling thread: on a loop that is not the engine's.
+        Raises: ConfigError: no stream.
+        """
+        stream = self._compute_stream if stream is None else stream
+        key = self._runtime.key(stream)
+        order = self._orders.get(key)
+        if order is None:
+            order = self._orders[key] = StreamOrder(key)
+        event = self._runtime.record(stream)
+        return self._fence(order, order.place(), lambda: event)
+
+    def host_to_device(self, plan: CopyPlan, after: Sequence[Fence]) -> Sequence[CudaFence]:
+        """Queue a copy of ``plan.host_pages`` into ``plan.device_pages``; see :class:`abc.Device`.
+
+        Returns: a fence per layer. :meth:`recorded` says when ``block`` waits in no thread any more.
+        Raises:
+            InvariantError: the plan's page ids do not pair up or lie outside a tier.
+            ClosedError: the device was closed.
+        """
+        return self._submit(self._to_device, plan, after, num_fences=plan.kv.num_layers)
+
+    def device_to_host(self, plan: CopyPlan, after: Sequence[Fence]) -> CudaFence:
+        """Queue a copy of ``plan.device_pages`` into ``plan.host_pages``; see :class:`abc.Device`.
+
+        Raises: as :meth:`host_to_device`.
+        """
+        return self._submit(self._to_host, plan, after, num_fences=1)[0]
+
+    async def recorded(self, fences: Sequence[Fence]) -> None:
+        """Return when all of ``fences`` are recorded, or have failed. Cancellation: ends the wait only."""
+        for fence in fences:
+            if isinstance(fence, CudaFence) and fence.recording is not None:
+                await fence.recording.reached()
+
+    async def wait(self, fence: Fence) -> None:
+        """Return when ``fence`` has passed. Its stream is asked by one timer of the loop, whoever waits.
+
+        Raises: what failed. Cancellation: ends the wait only.
+        """
+        if isinstance(fence, ThreadFence | LayerFence):
+            await fence.wait()
+        elif isinstance(fence, CudaFence):
+            if fence.recording is not None:
+                await fence.recording.wait()
+            if not fence.passed():
+                await self._bridge.wait(fence.event, stream=fence.stream, sequence=fence.sequence)
+                fence.passed()  # so that the fences before it on the stream know, and are asked no more
+            if fence.error is not None:
+                raise fence.error
+        elif isinstance(fence, AllFences):
+            for part in fence.fences:
+                await self.wait(part)
+        else:
+            await poll(fence)
+
+    async def aclose(self) -> None:
+        """Fail the copies that were not queued and let go of the threads; waits for none that runs.
+
+        Memory stays pinned where a copy still uses it. Who waits for such a copy goes on waiting.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        closed = ClosedError("the device was closed before this copy was queued")
+        self._to_device.queue.close(closed)
+        self._to_host.queue.close(closed)
+        self._submits.shutdown()
+        self._bridge.close()
+        if self._to_device.is_idle and self._to_host.is_idle:
+            await asyncio.wrap_future(self._helpers.submit(self._pinned.release))
+        else:
+            self._pinned.abandon()
+            logger.warning("device.copies_running", pinned_bytes=self._pinned.nbytes)
+        self._helpers.shutdown()
+
+    def _submit(
+        self, direction: _Direction, plan: CopyPlan, after: Sequence[Fence], *, num_fences: int
+    ) -> list[CudaFence]:
+        check_plan(plan)
+        place = direction.order.place(num_fences)
+        recording = CopyProgress(num_fences, direction.name, direction, place)
+        copy = CudaCopy(
+            self._runtime,
+            self._pinned,
+            direction.stream,
+            plan,
+            after,
+            recording,
+            is_to_device=direction is self._to_device,
+        )
+        direction.queue.submit(copy)
+        fences = [
+            self._fence(
+                direction.order, place + index, partial(copy.event, index), LayerFence(recording, index)
+            )
+            for index in range(num_fences)
+        ]
+        direction.under_way(fences[-1])
+        return fences
+
+    def _fence(
+        self, order: StreamOrder, place: int, event: Callable[[], Event], recording: LayerFence | None = None
+    ) -> CudaFence:
+        return CudaFence(
+            self._runtime, order, place, event, recording=recording, compute_stream=self._compute_stream
+        )
+
+
+class _Direction:
+    """One direction: its stream, what waits to be queued on it, and the copies that are not over."""
+
+    def __init__(self, runtime: Runtime, threads: DaemonThreads, name: str) -> None:
+        self.name = name
+        self.stream = runtime.new_stream()
+        self.order = StreamOrder(runtime.key(self.stream))
+        self.queue = CopyQueue(threads, name)
+        self._ends: deque[CudaFence] = deque()
+
+    def under_way(self, end: CudaFence) -> None:
+        """Remember a copy by its last fence until it is over."""
+        while self._ends and self._ends[0].passed():
+            self._ends.popleft()
+        self._ends.append(end)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every copy is over. Each is asked: those that were never queued fail before those that were."""
+        return all(end.passed() for end in self._ends)

@@ -1,0 +1,116 @@
+"""PinnedMemory: page-locked host memory, registered in chunks and released before the memory goes."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import weakref
+from bisect import insort
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._log import logger
+from ..errors import ConfigError
+from ..memory.buffer import touched_buffer
+from .runtime import Runtime
+
+CHUNK_NBYTES = 1 << 30
+"""Bytes of one registration: the driver is locked while one runs, and a cancel waits for its end."""
+
+
+class PinnedMemory:
+    """The pinned buffers of one device.
+
+    Args:
+        chunk_nbytes: a multiple of the system's page size.
+    Attributes:
+        cuts: the addresses at which one registration of a buffer follows another, ascending: no copy may lie across.
+
+    **Ownership**: a buffer is the caller's. It is unpinned when it is dropped, by :meth:`release`, or before the
+        interpreter exits, whichever comes first: what a process leaves pinned can keep the kernel for long.
+    """
+
+    def __init__(self, runtime: Runtime, chunk_nbytes: int = CHUNK_NBYTES) -> None:
+        self._runtime = runtime
+        self._chunk_nbytes = chunk_nbytes
+        self._lock = threading.Lock()
+        self._pinned: dict[int, int] = {}
+        self._releases: list[weakref.finalize[Any, NDArray[np.uint8]]] = []
+        self.cuts: Sequence[int] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """How much is pinned now."""
+        with self._lock:
+            return sum(self._pinned.values())
+
+    def allocate(self, nbytes: int, cancelled: threading.Event) -> NDArray[np.uint8]:
+        """Allocate, touch and pin ``nbytes``. Blocks: run it in a worker thread.
+
+        Args:
+            cancelled: set it to end early; what is returned then is neither touched nor pinned whole.
+        Raises:
+            ConfigError: the system does not let so much be pinned; nothing of it stays pinned.
+        """
+        memory = touched_buffer(nbytes, cancelled)
+        start, done = memory.ctypes.data, list[int]()
+        for at in range(0, nbytes, self._chunk_nbytes):
+            if cancelled.is_set():
+                break
+            try:
+                self._pin(start + at, min(self._chunk_nbytes, nbytes - at), is_first=at == 0)
+            except RuntimeError as refused:
+                self._unpin(done)
+                raise ConfigError(_refusal(nbytes, at, refused)) from refused
+            done.append(start + at)
+        with self._lock:
+            self._releases = [release for release in self._releases if release.alive]
+            self._releases.append(weakref.finalize(memory, self._unpin, done))
+        return memory
+
+    def release(self) -> None:
+        """Unpin everything, which no copy may be using any more; the memory stays. Blocks."""
+        for release in self._taken():
+            release()
+
+    def abandon(self) -> None:
+        """Leave pinned at exit what a copy may be using for ever: to unpin it would wait for that copy."""
+        for release in self._taken():
+            release.atexit = False
+
+    def _taken(self) -> list[weakref.finalize[Any, NDArray[np.uint8]]]:
+        with self._lock:
+            releases, self._releases = self._releases, []
+        return releases
+
+    def _pin(self, address: int, nbytes: int, *, is_first: bool) -> None:
+        self._runtime.register(address, nbytes)
+        with self._lock:
+            self._pinned[address] = nbytes
+            if not is_first:
+                cuts = list(self.cuts)
+                insort(cuts, address)
+                self.cuts = cuts  # a new list each time: copies read the one they began with
+
+    def _unpin(self, addresses: Sequence[int]) -> None:
+        for address in addresses:
+            try:
+                self._runtime.unregister(address)
+            except RuntimeError as refused:  # the device is lost; there is nothing left to be done
+                logger.warning("device.unpin_failed", fault=repr(refused))
+        with self._lock:
+            for address in addresses:
+                del self._pinned[address]
+            self.cuts = [cut for cut in self.cuts if cut not in addresses]
+
+
+def _refusal(nbytes: int, num_pinned: int, refused: RuntimeError) -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "no limit" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
+    return (
+        f"{nbytes} bytes of host memory were to be pinned, and after {num_pinned} the system refused: {refused}; "
+        f"the limit of locked memory (ulimit -l) is {limit}; raise it, or lower host_bytes or host_ratio"
+    )

@@ -1,0 +1,310 @@
+"""CudaDevice on a stand-in stricter than a GPU: right bytes behind the right events, and a loop that never waits."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from hicache_async._fence import ThreadFence
+from hicache_async.abc import Fence
+from hicache_async.config import HostLayout, IoMode
+from hicache_async.cuda import CudaDevice
+from hicache_async.errors import ClosedError, ConfigError
+from hicache_async.testing._device_bench import DEVICE_PAGES, HOST_PAGES, Bench, device_page, host_page
+from tests.cuda.fake_cuda import FakeCuda
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.every_loop]
+
+
+@pytest.fixture
+def cuda() -> Iterator[FakeCuda]:
+    cuda = FakeCuda()
+    yield cuda
+    for stream in cuda.streams:
+        cuda.hold(stream, held=False)
+    cuda.end()
+
+
+@pytest.fixture
+def device(cuda: FakeCuda) -> CudaDevice:
+    return CudaDevice(runtime=cuda)
+
+
+@pytest.fixture
+def bench(device: CudaDevice) -> Bench:
+    return Bench(device, "cpu")
+
+
+async def to_end(device: CudaDevice, *fences: Fence) -> None:
+    for fence in fences:
+        await asyncio.wait_for(device.wait(fence), 10)
+
+
+async def recorded(device: CudaDevice, fences: Sequence[Fence]) -> None:
+    await asyncio.wait_for(device.recorded(fences), 10)
+
+
+# Recording
+
+
+async def test_a_submit_queues_nothing_in_the_calling_thread(cuda: FakeCuda, bench: Bench) -> None:
+    """The loop only hands over; the one submit thread queues and records, and says when."""
+    tiers = await bench.tiers()
+    queued_by: set[str] = set()
+    copy_pages = cuda.copy_pages
+
+    def watched(*args: torch.Tensor) -> None:
+        queued_by.add(threading.current_thread().name)
+        copy_pages(*args)
+
+    cuda.copy_pages = watched  # type: ignore[method-assign]
+    fences = bench.load(tiers.plan([0, 1], [2, 3]))
+    offloaded = bench.offload(tiers.plan([5], [6]))
+    await recorded(bench.device, [*fences, offloaded])  # type: ignore[arg-type]
+    await to_end(bench.device, fences[-1], offloaded)  # type: ignore[arg-type]
+    assert queued_by == {"hicache-submit-1"}
+
+
+async def test_recorded_waits_for_every_layer(cuda: FakeCuda, device: CudaDevice, bench: Bench) -> None:
+    """Behind a fence of a thread nothing is recorded; then all is, though the stream has not begun to move."""
+    tiers = await bench.tiers()
+    cuda.hold(device._to_device.stream)
+    gate = ThreadFence(asyncio.get_running_loop())
+    fences = bench.load(tiers.plan([0], [0]), gate)
+    waiting = asyncio.create_task(device.recorded(fences))
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    gate.set()
+    await asyncio.wait_for(waiting, 10)
+    assert not any(fence.passed() for fence in fences)
+    cuda.hold(device._to_device.stream, held=False)
+    await to_end(device, *fences)
+
+
+async def test_block_orders_a_stream_and_waits_for_nobody(
+    cuda: FakeCuda, device: CudaDevice, bench: Bench
+) -> None:
+    """From any thread, with the copy still standing still: what the stream does next sees the layer's bytes."""
+    tiers = await bench.tiers()
+    cuda.hold(device._to_device.stream)
+    fences = bench.load(tiers.plan([4], [9]))
+    await recorded(device, fences)
+    engine = cuda.new_user_stream("engine")
+    await asyncio.to_thread(lambda: [fence.block(engine) for fence in fences])
+    seen = cuda.queue_read(engine, tiers.kv.planes(2)[0][4])
+    assert not fences[0].passed()
+    cuda.hold(device._to_device.stream, held=False)
+    await to_end(device, device.fence(engine))
+    assert torch.equal(seen[0], tiers.arena.planes(2)[0][9].reshape(-1))
+
+
+async def test_block_before_the_recording_waits_for_it(
+    cuda: FakeCuda, device: CudaDevice, bench: Bench
+) -> None:
+    """A stream that waits for an event which is not recorded does not wait at all; so the thread does."""
+    tiers = await bench.tiers()
+    gate = ThreadFence(asyncio.get_running_loop())
+    fences = bench.load(tiers.plan([4], [9]), gate)
+    blocking = asyncio.create_task(asyncio.to_thread(fences[1].block, cuda.default))
+    await asyncio.sleep(0.02)
+    assert not blocking.done()
+    gate.set()
+    await asyncio.wait_for(blocking, 10)
+    await to_end(device, *fences)
+
+
+async def test_events_are_fresh(cuda: FakeCuda, device: CudaDevice, bench: Bench) -> None:
+    """One event for each layer of each load; one for all of an offload."""
+    tiers = await bench.tiers()
+    loads = [bench.load(tiers.plan([page], [page])) for page in range(3)]
+    offloads = [bench.offload(tiers.plan([page], [page + 8])) for page in range(3)]
+    await to_end(device, *(fences[-1] for fences in loads), *offloads)
+    events = [fence.event for fences in loads for fence in fences]  # type: ignore[attr-defined]
+    assert len({id(event) for event in events}) == 3 * tiers.kv.num_layers
+    assert len({id(fence.event) for fence in offloads}) == 3  # type: ignore[attr-defined]
+
+
+# Fences of the engine
+
+
+async def test_a_fence_is_on_the_compute_stream(cuda: FakeCuda, bench: Bench) -> None:
+    """Not on the stream that is current where it is made: on a loop's thread that is anybody's."""
+    compute, side = cuda.new_user_stream("compute"), cuda.new_user_stream("side")
+    device = CudaDevice(runtime=cuda, compute_stream=compute)
+    cuda.hold(compute)
+    with cuda.on(side):
+        fence, other = device.fence(), device.fence(side)
+    await to_end(device, other)
+    assert not fence.passed()
+    cuda.hold(compute, held=False)
+    await to_end(device, fence)
+    await device.aclose()
+
+
+async def test_an_unrelated_long_kernel_delays_no_load(
+    cuda: FakeCuda, device: CudaDevice, bench: Bench
+) -> None:
+    """A copy waits for the fences that its pages need, not for the engine's stream."""
+    tiers = await bench.tiers()
+    cuda.hold(cuda.default)  # a forward that never ends
+    cuda.queue_write(cuda.default, tiers.kv.planes(0)[0][11], 1)
+    device.fence()
+    loaded = bench.load(tiers.plan([0, 1], [4, 5]))
+    offloaded = bench.offload(tiers.plan([6], [7]))
+    await to_end(device, loaded[-1], offloaded)
+    behind = bench.load(tiers.plan([2], [8]), device.fence())
+    await recorded(device, behind)
+    assert not behind[0].passed(), "and one that needs it waits for it"
+    cuda.hold(cuda.default, held=False)
+    await to_end(device, behind[-1])
+
+
+async def test_fences_of_one_stream_keep_their_order(cuda: FakeCuda, device: CudaDevice) -> None:
+    """The later one tells of the earlier ones: they are not asked any more."""
+    cuda.hold(cuda.default)
+    fences = [device.fence() for _ in range(5)]
+    assert [fence.sequence for fence in fences] == [0, 1, 2, 3, 4]
+    assert len({fence.stream for fence in fences}) == 1
+    cuda.hold(cuda.default, held=False)
+    await to_end(device, fences[-1])
+    asked = [fence.event.num_queries for fence in fences[:-1]]  # type: ignore[attr-defined]
+    assert all(fence.passed() for fence in fences)
+    assert [fence.event.num_queries for fence in fences[:-1]] == asked  # type: ignore[attr-defined]
+
+
+async def test_streams_are_forgotten(cuda: FakeCuda, device: CudaDevice) -> None:
+    """An engine that makes a stream for every step grows nothing."""
+    for step in range(50):
+        await to_end(device, device.fence(cuda.new_user_stream(f"step {step}")))
+    gc.collect()
+    assert len(device._orders) <= 1
+
+
+async def test_what_is_no_stream_is_refused(device: CudaDevice) -> None:
+    """By name, where it is given."""
+    with pytest.raises(ConfigError, match="stream is a str"):
+        device.fence("compute")
+    with pytest.raises(ConfigError, match="stream is a int"):
+        CudaDevice(runtime=FakeCuda(), compute_stream=7)
+
+
+# Failures
+
+
+@pytest.mark.parametrize("io_mode", IoMode)
+async def test_a_copy_that_cannot_be_queued_fails_when_nothing_of_it_moves_any_more(
+    cuda: FakeCuda, device: CudaDevice, bench: Bench, io_mode: IoMode
+) -> None:
+    """Its fences stay open while the layers before still move: as failed they would give the pages away."""
+    tiers = await bench.tiers(HostLayout.LAYER_FIRST, io_mode=io_mode)
+    cuda.hold(device._to_device.stream)
+    cuda.fail_at = 3  # the second plane of the second layer
+    fences = bench.load(tiers.plan([0], [0]))
+    await recorded(device, fences[:1])
+    await asyncio.sleep(0.02)
+    assert not any(fence.passed() for fence in fences)
+    cuda.fail_at = None
+    cuda.hold(device._to_device.stream, held=False)
+    await to_end(device, fences[0])
+    for fence in fences[1:]:
+        with pytest.raises(RuntimeError, match="injected"):
+            await device.wait(fence)
+        with pytest.raises(RuntimeError, match="injected"):
+            fence.block(cuda.default)
+        assert fence.passed()
+    later = bench.load(tiers.plan([1], [1]))
+    await to_end(device, *later)
+
+
+async def test_a_copy_behind_one_that_failed_fails_too(
+    cuda: FakeCuda, device: CudaDevice, bench: Bench
+) -> None:
+    """What it would read was never written."""
+    tiers = await bench.tiers()
+    cuda.fail_at = 0
+    offloaded = bench.offload(tiers.plan([0], [0]))
+    loaded = bench.load(tiers.plan([5], [0]), offloaded)
+    with pytest.raises(RuntimeError, match="injected"):
+        await device.wait(loaded[0])
+    tiers.check({}, {})
+
+
+async def test_a_lost_device_fails_whoever_waits(cuda: FakeCuda, device: CudaDevice, bench: Bench) -> None:
+    """Nobody waits for ever, and nothing raises where it was only asked."""
+    tiers = await bench.tiers()
+    cuda.hold(device._to_device.stream)
+    fences = bench.load(tiers.plan([0], [0]))
+    await recorded(device, fences)
+    waiting = asyncio.create_task(device.wait(fences[-1]))
+    await asyncio.sleep(0)
+    cuda.is_lost = True
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        await asyncio.wait_for(waiting, 10)
+    assert all(fence.passed() for fence in fences)
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        fences[0].block(cuda.default)
+    await device.aclose()
+
+
+# Close
+
+
+async def test_close_waits_for_no_copy_and_lies_about_none(
+    cuda: FakeCuda, device: CudaDevice, bench: Bench
+) -> None:
+    """Who waits for a copy that goes on goes on waiting; its memory stays pinned; what was not queued fails."""
+    tiers = await bench.tiers()
+    cuda.hold(device._to_device.stream)
+    gate = ThreadFence(asyncio.get_running_loop())
+    running = bench.load(tiers.plan([0], [3]))
+    gated = bench.load(tiers.plan([1], [1]), gate)
+    await recorded(device, running)
+    waiting = asyncio.create_task(device.wait(running[-1]))
+    await asyncio.wait_for(device.aclose(), 10)
+    with pytest.raises(ClosedError, match="before this copy was queued"):
+        await device.wait(gated[-1])
+    assert not waiting.done() and cuda.registered
+    cuda.hold(device._to_device.stream, held=False)
+    await asyncio.wait_for(waiting, 10)
+    tiers.check({0: host_page(3)}, {})
+
+
+async def test_close_unpins(cuda: FakeCuda, device: CudaDevice, bench: Bench) -> None:
+    """Off the loop, when nothing moves; the memory stays readable."""
+    tiers = await bench.tiers()
+    await to_end(device, bench.offload(tiers.plan([1], [2])))
+    assert cuda.registered
+    await device.aclose()
+    assert not cuda.registered
+    tiers.check({}, {2: device_page(1)})
+
+
+# The engine's kernels and the copies
+
+
+async def test_bytes_are_right_whatever_the_streams_do(
+    cuda: FakeCuda, device: CudaDevice, bench: Bench
+) -> None:
+    """An engine writes pages on its stream while they travel both ways, ordered by fences alone."""
+    tiers = await bench.tiers()
+    planes = [plane for layer in range(tiers.kv.num_layers) for plane in tiers.kv.planes(layer)]
+    for turn in range(20):
+        page, host, value = turn % DEVICE_PAGES, turn % HOST_PAGES, turn + 1
+        for plane in planes:
+            cuda.queue_write(cuda.default, plane[page], value)
+        offloaded = bench.offload(tiers.plan([page], [host]), device.fence())
+        await recorded(device, [offloaded])
+        offloaded.block()  # what the engine writes next comes behind the copy
+        for plane in planes:
+            cuda.queue_write(cuda.default, plane[page], 0xEE)
+        loaded = bench.load(tiers.plan([page], [host]), offloaded, device.fence())
+        await recorded(device, loaded)
+        loaded[-1].block()
+        seen = [cuda.queue_read(cuda.default, plane[page]) for plane in planes]
+        await to_end(device, device.fence())
+        assert all((tensors[0] == value).all() for tensors in seen), f"turn {turn}"
