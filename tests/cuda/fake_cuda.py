@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hicache_async.cuda import CudaDevice
 from hicache_async.errors import ConfigError
 from hicache_async.memory.layout import alike
 from hicache_async.types import Pages
@@ -72,6 +73,9 @@ class Work:
 class FakeCuda:
     """A runtime for CudaDevice; see above.
 
+    Args:
+        is_engine_here: the engine's work is done in the calling threads, so they wait where its stream would.
+
     Attributes:
         default: what ``default_stream`` returns.
         faults: what was used wrongly; empty in the end.
@@ -82,7 +86,8 @@ class FakeCuda:
         registering_threads: names of the threads that pinned.
     """
 
-    def __init__(self, seed: int = 1) -> None:
+    def __init__(self, seed: int = 1, *, is_engine_here: bool = False) -> None:
+        self._is_engine_here = is_engine_here
         self.default = FakeStream("default")
         self.streams = [self.default]
         self.faults: list[str] = []
@@ -168,6 +173,10 @@ class FakeCuda:
     def order(self, stream: FakeStream, event: FakeEvent) -> None:
         if event.stream is None:
             raise self.fault("a stream was ordered behind an event that was never recorded")
+        if self._is_engine_here and stream is self.default:
+            with self._changed:
+                self._changed.wait_for(lambda: event.has_completed)
+            return
         self._queue(stream, Work(lambda: None, event=event))
 
     @contextmanager
@@ -281,3 +290,16 @@ class FakeCuda:
                 work.done()
                 stream.works.popleft()
                 self._changed.notify_all()
+
+
+class FakeCudaDevice(CudaDevice):
+    """A CudaDevice that takes its GPU with it."""
+
+    def __init__(self, seed: int = 1, *, low_latency: bool = False, is_engine_here: bool = False) -> None:
+        self.cuda = FakeCuda(seed, is_engine_here=is_engine_here)
+        super().__init__(runtime=self.cuda, low_latency=low_latency)
+
+    async def aclose(self) -> None:
+        """Close, and fail where CUDA was used wrongly."""
+        await super().aclose()
+        self.cuda.end()

@@ -237,7 +237,7 @@ async def test_a_thousand_waits_are_one_timer() -> None:
             return loop.call_later(delay_s, *rest)  # type: ignore[arg-type]
 
     await bridge.wait(done())
-    bridge._poller._loop = Loop()  # type: ignore[union-attr, assignment]
+    bridge._poller.loop = Loop()  # type: ignore[union-attr, assignment]
     waits = await start(bridge, *events)
     began = time.monotonic()
     await asyncio.sleep(0.05)

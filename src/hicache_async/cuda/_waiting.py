@@ -1,12 +1,11 @@
-"""WaitingEvents: who waits for which event, in the order in which the streams complete them. No loop, any thread."""
+"""WaitingEvents: who waits for which event, in the order in which the streams complete them."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import Hashable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 FEW_WAITERS = 64
 """So many that gave up are not worth sweeping out."""
@@ -32,23 +31,29 @@ class Waiter:
         self.reached = reached
         self.wanted = True
 
+    def settle(self) -> None:
+        """Let it go on; one that was cancelled and does not know it yet stays cancelled."""
+        self.wanted = False
+        if not self.reached.done():
+            self.reached.set_result(None)
 
-class Settled(NamedTuple):
-    """A waiter whose event has completed, or could not be asked."""
-
-    waiter: Waiter
-    error: Exception | None
+    def fail(self, error: Exception) -> None:
+        """Let it raise ``error``."""
+        self.wanted = False
+        if not self.reached.done():
+            self.reached.set_exception(error)
 
 
 class WaitingEvents:
     """A queue of waiters for each stream. Only its head is asked: what lies behind completes later.
 
+    Of one thread, but for :meth:`has_completed`.
+
     Attributes:
-        num_queries: how often an event was asked.
+        num_queries: how often that thread asked an event.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._queues: dict[Hashable, deque[Waiter]] = {}
         self._num_given_up = 0
         self._num_waiters = 0
@@ -60,57 +65,73 @@ class WaitingEvents:
 
     def add(self, waiter: Waiter) -> None:
         """Queue ``waiter``: behind those of its stream that have no higher sequence."""
-        with self._lock:
-            queue = self._queues.setdefault(waiter.stream, deque())
-            index = len(queue)
-            while index and queue[index - 1].sequence > waiter.sequence:
-                index -= 1
-            queue.insert(index, waiter)
-            self._num_waiters += 1
+        self._num_waiters += 1
+        queue = self._queues.get(waiter.stream)
+        if queue is None:
+            self._queues[waiter.stream] = deque((waiter,))
+            return
+        if queue[-1].sequence <= waiter.sequence:
+            queue.append(waiter)
+            return
+        index = len(queue) - 1
+        while index and queue[index - 1].sequence > waiter.sequence:
+            index -= 1
+        queue.insert(index, waiter)
 
     def is_behind(self, stream: Hashable, sequence: int) -> bool:
         """Return whether somebody waits for an event of ``stream`` that completes before ``sequence``."""
-        with self._lock:
-            queue = self._queues.get(stream)
-            return queue is not None and queue[0].sequence <= sequence  # an empty queue is not kept
+        queue = self._queues.get(stream)
+        return queue is not None and queue[0].sequence <= sequence  # an empty queue is not kept
 
     def give_up(self, waiter: Waiter) -> None:
         """Take back a waiter; does nothing where it has been settled."""
-        with self._lock:
-            if not waiter.wanted:
-                return
-            waiter.wanted = False
-            self._num_waiters -= 1
-            self._num_given_up += 1
-            if not self._num_waiters:
-                self._queues.clear()
-                self._num_given_up = 0
-            elif self._num_given_up > self._num_waiters + FEW_WAITERS:
-                self._sweep()
+        if not waiter.wanted:
+            return
+        waiter.wanted = False
+        self._num_waiters -= 1
+        self._num_given_up += 1
+        if not self._num_waiters:
+            self._queues.clear()
+            self._num_given_up = 0
+        elif self._num_given_up > self._num_waiters + FEW_WAITERS:
+            self._sweep()
 
-    def settle(self) -> list[Settled]:
-        """Ask the head of every stream, and who comes next where it has completed; returns whose wait is over."""
-        settled: list[Settled] = []
-        with self._lock:
-            for stream in tuple(self._queues):
-                self._settle_stream(self._queues[stream], settled)
-                if not self._queues[stream]:
-                    del self._queues[stream]
-            self._num_waiters -= len(settled)
-        return settled
+    def has_completed(self) -> bool:
+        """Return whether there is something to settle. Any thread."""
+        for queue in tuple(self._queues.values()):
+            try:
+                head = queue[0]
+            except IndexError:  # the other thread has just settled it
+                continue
+            try:
+                if not head.wanted or head.event.query():
+                    return True
+            except Exception:  # noqa: BLE001 - a device that failed; who settles it says so
+                return True
+        return False
 
-    def _settle_stream(self, queue: deque[Waiter], settled: list[Settled]) -> None:
+    def settle(self) -> int:
+        """Ask the head of every stream, and who comes next where it has completed; returns whose waits are over."""
+        num_before = self._num_waiters
+        for stream, queue in tuple(self._queues.items()):
+            self._settle_stream(queue)
+            if not queue:
+                del self._queues[stream]
+        return num_before - self._num_waiters
+
+    def _settle_stream(self, queue: deque[Waiter]) -> None:
         while queue:
-            head, error = queue[0], None
+            head = queue[0]
             if head.wanted:
                 self.num_queries += 1
                 try:
                     if not head.event.query():
                         return
                 except Exception as failure:  # noqa: BLE001 - a device that failed; who waits raises it
-                    error = failure
-                head.wanted = False
-                settled.append(Settled(head, error))
+                    head.fail(failure)
+                else:
+                    head.settle()
+                self._num_waiters -= 1
             else:
                 self._num_given_up -= 1
             queue.popleft()

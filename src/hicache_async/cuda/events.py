@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 
 from .._threads import DaemonThreads, post_to_loop
 from ..errors import ConfigError, WrongLoopError
-from ._waiting import Event, Settled, Waiter, WaitingEvents
+from ._waiting import Event, Waiter, WaitingEvents
 
 TIMER_S = 0.001
 """epoll rounds a shorter timer up to this, and uvloop rounds it down to a busy loop."""
@@ -82,7 +82,7 @@ class EventBridge:
         poller = self._bind()
         if not self._waiting.is_behind(stream, sequence) and event.query():
             return
-        waiter = Waiter(event, stream, sequence, asyncio.get_running_loop().create_future())
+        waiter = Waiter(event, stream, sequence, poller.loop.create_future())
         self._waiting.add(waiter)
         poller.wake()
         try:
@@ -123,7 +123,7 @@ class _LoopPoller:
     """Ask in the loop: in a few turns at once, then by a timer, and by none when nothing waits."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, waiting: WaitingEvents, timer_s: float) -> None:
-        self._loop = loop
+        self.loop = loop
         self._waiting = waiting
         self._timer_s = timer_s
         self._num_turns = 0
@@ -136,7 +136,7 @@ class _LoopPoller:
     def wake(self) -> None:
         if self._next is None:
             self._num_turns = 0
-            self._next = self._loop.call_soon(self._ask)
+            self._next = self.loop.call_soon(self._ask)
 
     def rest(self) -> None:
         if self._next is not None:
@@ -145,27 +145,27 @@ class _LoopPoller:
 
     def _ask(self) -> None:
         self._next = None
-        settled = self._waiting.settle()
-        _resolve(settled)
+        num_settled = self._waiting.settle()
         if not self._waiting:
             return
-        self._num_turns = 0 if settled else self._num_turns + 1
+        self._num_turns = 0 if num_settled else self._num_turns + 1
         if self._num_turns < NUM_TURNS:
-            self._next = self._loop.call_soon(self._ask)
+            self._next = self.loop.call_soon(self._ask)
         else:
-            self._next = self._loop.call_later(self._timer_s, self._ask)
+            self._next = self.loop.call_later(self._timer_s, self._ask)
 
 
 class _ThreadPoller:
-    """Ask in a thread, which sleeps for good when nothing waits; all that have completed wake the loop once."""
+    """Look in a thread, which sleeps for good when nothing waits; the loop settles what it has seen to be completed."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, waiting: WaitingEvents) -> None:
         self.loop = loop
         self._waiting = waiting
         self._wanted = threading.Event()
+        self._settled = threading.Event()
         self._closed = False
         self._thread = DaemonThreads(1, "hicache-events")
-        self._thread.submit(self._ask_all)
+        self._thread.submit(self._look)
 
     @property
     def is_active(self) -> bool:
@@ -181,28 +181,25 @@ class _ThreadPoller:
     def close(self) -> None:
         self._closed = True
         self._wanted.set()
+        self._settled.set()
         self._thread.shutdown()
 
-    def _ask_all(self) -> None:
+    def _look(self) -> None:
         post: Callable[..., object] = self.loop.call_soon_threadsafe
         while self._wanted.wait() and not self._closed:
-            if settled := self._waiting.settle():
-                post_to_loop(post, _resolve, settled)
-            if not self._waiting:
+            if self._waiting.has_completed():
+                self._settled.clear()
+                post_to_loop(post, self._settle)
+                self._settled.wait()  # all that have completed until the loop comes to it wake it once
+            elif not self._waiting:
                 self._wanted.clear()
                 if (
                     self._waiting or self._closed
                 ):  # one came, or the close did, between the look and the clear
                     self._wanted.set()
-                continue
-            time.sleep(THREAD_SLEEP_S)
+            else:
+                time.sleep(THREAD_SLEEP_S)
 
-
-def _resolve(settled: Sequence[Settled]) -> None:
-    for waiter, error in settled:
-        if waiter.reached.done():
-            continue
-        if error is None:
-            waiter.reached.set_result(None)
-        else:
-            waiter.reached.set_exception(error)
+    def _settle(self) -> None:
+        self._waiting.settle()
+        self._settled.set()
