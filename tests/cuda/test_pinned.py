@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from hicache_async.config import HostLayout, IoMode
 from hicache_async.cuda import CudaDevice
-from hicache_async.cuda.pieces import copy_runs, sorted_runs
+from hicache_async.cuda.pieces import copy_runs
 from hicache_async.cuda.pinned import PinnedMemory
 from hicache_async.errors import ConfigError, InvariantError
-from hicache_async.memory.layout import PageRun
+from hicache_async.memory.layout import PageRun, sorted_runs
 from hicache_async.testing._device_bench import Bench, device_page
 from tests.cuda.fake_cuda import FakeCuda
 

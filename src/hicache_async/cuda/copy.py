@@ -11,10 +11,11 @@ from .._fence import parts
 from .._progress import CopyProgress
 from ..abc import CopyPlan, Fence
 from ..config import IoMode
+from ..memory.layout import sorted_runs
 from ..types import Pages
 from ._waiting import Event
 from .fences import CudaFence
-from .pieces import copy_runs, sorted_runs
+from .pieces import copy_runs
 from .pinned import PinnedMemory
 from .runtime import Runtime, Stream
 

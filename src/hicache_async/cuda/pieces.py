@@ -5,18 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from ..errors import InvariantError
-from ..memory.layout import PageRun, page_runs
-from ..types import Pages
-
-
-def sorted_runs(source_pages: Pages, target_pages: Pages) -> list[PageRun]:
-    """Join the pages of a copy into runs, whatever the order they are named in."""
-    order = np.argsort(source_pages, kind="stable")
-    return page_runs(source_pages[order], target_pages[order])
+from ..memory.layout import PageRun
 
 
 def copy_runs(

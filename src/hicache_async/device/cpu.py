@@ -17,7 +17,7 @@ from ..abc import CopyPlan, Fence, PagedBytes
 from ..errors import ClosedError
 from ..memory.buffer import touched_buffer
 from ..memory.copying import check_plan, copy_layer
-from ..memory.layout import page_runs
+from ..memory.layout import sorted_runs
 from ..types import Pages
 
 
@@ -124,7 +124,7 @@ class _Copy:
         try:
             for fence in self.awaited:
                 fence.block()
-            runs = page_runs(self.source_pages, self.target_pages)
+            runs = sorted_runs(self.source_pages, self.target_pages)
             for layer in range(self.source.num_layers):
                 copy_layer(self.source, self.target, layer, runs)
                 self.progress.advance()

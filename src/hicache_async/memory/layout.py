@@ -152,3 +152,9 @@ def page_runs(source: Pages, target: Pages) -> list[PageRun]:
     lengths = np.diff(np.concatenate((starts, [len(source)])))
     firsts = zip(source[starts].tolist(), target[starts].tolist(), lengths.tolist(), strict=True)
     return [PageRun(*run) for run in firsts]
+
+
+def sorted_runs(source: Pages, target: Pages) -> list[PageRun]:
+    """Join pages into runs whatever the order they are named in, in the order of ``source``: memory likes it."""
+    order = np.argsort(source, kind="stable")
+    return page_runs(source[order], target[order])
