@@ -97,6 +97,7 @@ class FakeCuda:
         self.refuse_beyond: int | None = None
         self.is_lost = False
         self.has_kernels = True
+        self.device_type = "cpu"
         self.registering_threads: set[str] = set()
         self.registered: dict[int, int] = {}
         self._is_over = False
@@ -146,8 +147,8 @@ class FakeCuda:
     # Runtime
 
     def check_device(self, device: torch.device) -> None:
-        if device.type != "cpu":
-            raise ConfigError(f"kv is on {device}; the fake device is cpu")
+        if device.type != self.device_type:
+            raise ConfigError(f"kv is on {device}; the fake device is {self.device_type}")
 
     def new_stream(self) -> FakeStream:
         return self.new_user_stream(f"copy {len(self.streams)}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 
+from hicache_async import CacheConfig, HiCache, Tier
 from hicache_async._fence import ThreadFence
 from hicache_async.abc import Fence
 from hicache_async.config import HostLayout, IoMode
@@ -17,6 +18,7 @@ from hicache_async.cuda import CudaDevice
 from hicache_async.errors import ClosedError, ConfigError
 from hicache_async.testing._device_bench import DEVICE_PAGES, HOST_PAGES, Bench, device_page, host_page
 from tests.cuda.fake_cuda import FakeCuda
+from tests.flows.rig import make_kv
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.every_loop]
 
@@ -47,6 +49,13 @@ async def to_end(device: CudaDevice, *fences: Fence) -> None:
 
 async def recorded(device: CudaDevice, fences: Sequence[Fence]) -> None:
     await asyncio.wait_for(device.recorded(fences), 10)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop go on until the GPU has come so far."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - what a stream has done tells nobody
+            await asyncio.sleep(0.001)
 
 
 # Recording
@@ -308,3 +317,69 @@ async def test_bytes_are_right_whatever_the_streams_do(
         seen = [cuda.queue_read(cuda.default, plane[page]) for plane in planes]
         await to_end(device, device.fence())
         assert all((tensors[0] == value).all() for tensors in seen), f"turn {turn}"
+
+
+# With a cache
+
+
+async def test_a_cache_that_could_not_copy_does_not_open(cuda: FakeCuda, device: CudaDevice) -> None:
+    """What is missing is said when it opens, not by a request; what needs no kernel opens."""
+    cuda.has_kernels = False
+    kv = make_kv(8)
+    options = {"page_size": kv.page_size, "host_bytes": 16 * kv.page_nbytes, "host_reserve_bytes": 0}
+    with pytest.raises(ConfigError, match="needs Triton"):
+        async with HiCache.open(CacheConfig.from_mapping(options), kv=kv, device=device):
+            pass
+    direct = {**options, "host_layout": "page_first_direct", "io_mode": "direct"}
+    async with HiCache.open(CacheConfig.from_mapping(direct), kv=kv, device=device):
+        pass
+    cuda.device_type = "cuda"
+    with pytest.raises(ConfigError, match="kv is on cpu"):
+        async with HiCache.open(CacheConfig.from_mapping(direct), kv=kv, device=device):
+            pass
+    await device.aclose()
+    assert not cuda.registered
+
+
+async def test_a_request_is_served_by_streams_alone(cuda: FakeCuda) -> None:
+    """A prompt is computed on the compute stream, leaves the device, comes back, and is read behind its layers."""
+    compute = cuda.new_user_stream("compute")
+    device = CudaDevice(runtime=cuda, compute_stream=compute)
+    kv = make_kv(8)
+    planes = [plane for layer in range(kv.num_layers) for plane in kv.planes(layer)]
+    options = {
+        "page_size": kv.page_size,
+        "host_bytes": 16 * kv.page_nbytes,
+        "host_reserve_bytes": 0,
+        "write_policy": "write_through",
+        "load_threshold_tokens": 0,
+    }
+    prompt, num_tokens = list(range(4 * kv.page_size + 1)), 4 * kv.page_size
+    async with HiCache.open(CacheConfig.from_mapping(options), kv=kv, device=device) as cache:
+        with cache.match_prefix("first", prompt) as lease:
+            await lease.load()
+            allocation = lease.allocate_nowait(num_tokens)
+            allocation.block(compute)
+            for plane in planes:
+                for number, page in enumerate(allocation.pages.tolist()):
+                    cuda.queue_write(compute, plane[page], 10 + number)
+            lease.commit(num_tokens, after=cache.fence())
+        await until(lambda: cache.stats().host.in_tree == 4 and not cache.stats().hops)
+        await cache.admin.clear(Tier.DEVICE)
+        for plane in planes:
+            cuda.queue_write(compute, plane, 0xEE)
+        with cache.match_prefix("second", prompt) as lease:
+            cuda.hold(device._to_device.stream)
+            loading = await asyncio.wait_for(lease.load(), 10)
+            assert (loading.tokens, loading.loaded_tokens, loading.done) == (num_tokens, num_tokens, False)
+            seen = []
+            for layer in range(kv.num_layers):
+                await asyncio.to_thread(loading.block, layer, compute)
+                seen += [cuda.queue_read(compute, plane) for plane in kv.planes(layer)]
+            cuda.hold(device._to_device.stream, held=False)
+            await to_end(device, cache.fence())
+            for tensors in seen:
+                assert [set(tensors[0][page].tolist()) for page in loading.pages] == [{10}, {11}, {12}, {13}]
+            lease.release(after=cache.fence())
+        cache.audit()
+    await device.aclose()
