@@ -229,5 +229,8 @@ def check_group(config: CacheConfig, ranks: Ranks) -> None:
 
 def _default_device(kv: DeviceKV, threads: Executor) -> Device:
     if kv.device.type != "cpu":
-        raise ConfigError(f"kv is on {kv.device}; pass device= for it, only CPU tensors have a default")
+        raise ConfigError(
+            f"kv is on {kv.device}, and only tensors in host memory have a default device; pass device=, "
+            "which for cuda is hicache_async.cuda.CudaDevice(kv.device)"
+        )
     return CpuDevice(threads)

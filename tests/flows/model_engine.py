@@ -268,7 +268,8 @@ class Engine:
         """End what runs on the device's own stream."""
         for forward in [forward for forward in self.forwards if forward.fence is None]:
             self.finish_forward(forward)
-        self.world.rig.virtual.end_compute()
+        while self.world.rig.virtual.end_compute():
+            pass
 
     def check_forward(self, forward: Forward) -> None:
         """Check that nobody has touched what a forward reads, or writes."""

@@ -47,12 +47,17 @@ class Forces:
 
     def _move(self, copy: VirtualCopy, choice: int) -> None:
         device = self.world.rig.virtual
-        if choice % 13 == 12:
+        if choice % 13 == 12 and self._is_next(copy):
             self._fail(copy)
         elif choice % 3 == 2:
             device.advance_all()
         else:
             device.advance(layer=choice % 2, copy=copy)
+
+    def _is_next(self, copy: VirtualCopy) -> bool:
+        # One that is not fails later than it is told to.
+        same = [other for other in self.world.rig.virtual.pending if other.to_device is copy.to_device]
+        return copy is same[0] and copy.is_ready()
 
     def _fail(self, copy: VirtualCopy) -> None:
         world, pages = self.world, copy.plan.device_pages if copy.to_device else copy.plan.host_pages

@@ -8,15 +8,17 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hicache_async._fence import ThreadFence
-from hicache_async.abc import CopyPlan, Fence
+from hicache_async._fence import OrderedFence, ThreadFence, combine
+from hicache_async.abc import CopyPlan, Fence, SupportsRecording
 from hicache_async.config import HostLayout
 from hicache_async.errors import ClosedError, InvariantError
 from hicache_async.memory.device_kv import DeviceKV
 from hicache_async.memory.host import HostArena
 from hicache_async.testing.golden import check_page, fill_page
-from hicache_async.testing.virtual_device import NotReadyError, VirtualDevice
+from hicache_async.testing.virtual_device import NotReadyError, NotRecordedError, VirtualDevice, VirtualFence
 
 LAYERS = 3
 pytestmark = pytest.mark.asyncio
@@ -188,6 +190,96 @@ async def test_compute_fences_stay_open_until_the_forward_ends() -> None:
     assert copied.passed()
 
 
+async def test_forwards_of_one_stream_end_in_order() -> None:
+    """Each is queued behind those before it; a fence is behind those queued when it was made, and no others."""
+    device = VirtualDevice()
+    fences = []
+    for _ in range(2):
+        device.begin_compute("side")
+        fences.append(device.fence("side"))
+    assert [fence.passed() for fence in fences] == [False, False]
+    with pytest.raises(NotReadyError, match="compute on 'side'"):
+        fences[0].block()
+    assert device.end_compute("side")
+    assert [fence.passed() for fence in fences] == [True, False]
+    assert device.end_compute("side")
+    assert fences[1].passed() and device.fence("side").passed()
+    assert not device.end_compute("side")
+
+
+async def test_streams_end_in_any_order() -> None:
+    """A stream that was begun later may end first, and what waits for it goes on."""
+    tiers, device = Tiers(), VirtualDevice(auto=True)
+    streams = [None, "side", object()]
+    for stream in streams:
+        device.begin_compute(stream)
+    fences = [device.fence(stream) for stream in streams]
+    loaded = device.host_to_device(tiers.plan([0], [0]), [fences[2]])
+    offloaded = device.device_to_host(tiers.plan([1], [1]), [fences[1]])
+    for ended in (1, 2, 0):
+        assert (loaded[-1].passed(), offloaded.passed()) == (fences[2].passed(), fences[1].passed())
+        device.end_compute(streams[ended])
+        assert fences[ended].passed()
+    assert loaded[-1].passed() and offloaded.passed()
+
+
+async def test_a_stream_is_one_of_its_device() -> None:
+    """Streams of one name on two devices, and the two directions, are different ones."""
+    tiers, devices = Tiers(), [VirtualDevice(), VirtualDevice()]
+    fences: list[Fence] = []
+    for device in devices:
+        for stream in (None, "side"):
+            device.begin_compute(stream)
+            fences.append(device.fence(stream))
+        fences += [
+            device.host_to_device(tiers.plan([0], [0]), [])[0],
+            device.device_to_host(tiers.plan([1], [1]), []),
+        ]
+    assert len({fence.stream for fence in fences if isinstance(fence, OrderedFence)}) == len(fences) == 8
+
+
+@given(st.lists(st.tuples(st.sampled_from("bbbeeefhdrmmx"), st.integers(0, 3)), max_size=40))
+async def test_no_fence_passes_before_an_earlier_one_of_its_stream(steps: list[tuple[str, int]]) -> None:
+    """Whatever is queued, recorded, moved, ended and failed, in whatever order; then the last stands for all."""
+    tiers, device = Tiers(), VirtualDevice(holds_recording=True)
+    fences: list[Fence] = []
+    for step, choice in steps:
+        match step:
+            case "b":
+                device.begin_compute(choice % 2)
+                fences.append(device.fence(choice % 2))
+            case "e":
+                device.end_compute(choice % 2)
+            case "f":
+                device.fail_next(OSError("no"), choice % LAYERS)
+            case "h":
+                fences += device.host_to_device(tiers.plan([choice], [choice]), fences[-1:])
+            case "d":
+                fences.append(device.device_to_host(tiers.plan([4], [4 + choice]), fences[-1:]))
+            case "r":
+                device.record(choice)
+            case "m":
+                device.advance(copy=device.pending[choice % len(device.pending)] if device.pending else None)
+            case "x" if device.pending:
+                device.pending[choice % len(device.pending)].fail(OSError("no"))
+        check_order(fences)
+    await device.aclose()
+    check_order(fences)
+
+
+def check_order(fences: Sequence[Fence]) -> None:
+    """Check that of each stream the first so many fences have passed, and that combined ones keep the last."""
+    by_stream: dict[object, list[OrderedFence]] = {}
+    for fence in fences:
+        assert isinstance(fence, OrderedFence)
+        by_stream.setdefault(fence.stream, []).append(fence)
+    for same in by_stream.values():
+        same.sort(key=lambda fence: fence.sequence)
+        passed = [fence.passed() for fence in same]
+        assert passed == sorted(passed, reverse=True)
+        assert combine(same) is (None if passed[-1] else same[-1])
+
+
 async def test_a_test_may_fail_a_copy() -> None:
     """The layers that moved stay right, the others raise what the test chose."""
     tiers, device = Tiers(), VirtualDevice()
@@ -201,6 +293,151 @@ async def test_a_test_may_fail_a_copy() -> None:
         with pytest.raises(OSError, match="link down"):
             fence.block()
     assert device.pending == ()
+
+
+async def test_a_copy_fails_at_its_turn() -> None:
+    """One behind another of its direction, or behind an open fence, is open until these are over, then failed."""
+    tiers, device = Tiers(), VirtualDevice()
+    gate = ThreadFence(asyncio.get_running_loop())
+    device.host_to_device(tiers.plan([0], [0]), [])
+    second = device.host_to_device(tiers.plan([1], [1]), [gate])
+    third = device.host_to_device(tiers.plan([2], [2]), [])
+    device.pending[1].fail(OSError("link down"))
+    assert not second[0].passed()
+    assert device.advance_all() == LAYERS
+    assert not second[0].passed()
+    gate.set()
+    assert device.advance_all() == LAYERS
+    for fence in second:
+        with pytest.raises(OSError, match="link down"):
+            fence.block()
+    third[-1].block()
+
+
+@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize("layer", range(LAYERS))
+async def test_the_next_copy_fails_at_a_layer(auto: bool, layer: int) -> None:
+    """The layers before it move, the others raise and hold nothing of use, and the copy after it is whole."""
+    tiers, device = Tiers(), VirtualDevice(auto)
+    fill_page(tiers.arena, 0, page_hash(7))
+    device.fail_next(OSError("link down"), layer)
+    fences = device.host_to_device(tiers.plan([0], [0]), [])
+    later = device.host_to_device(tiers.plan([1], [0]), [])
+    assert device.advance_all() == (0 if auto else layer + LAYERS)
+    assert layers_of(tiers, 0) == [7] * layer + [0xDB] * (LAYERS - layer)
+    for fence in fences[:layer]:
+        fence.block()
+    for fence in fences[layer:]:
+        with pytest.raises(OSError, match="link down"):
+            await device.wait(fence)
+    later[-1].block()
+    check_page(tiers.kv, 1, page_hash(7))
+
+
+async def test_each_failure_is_for_one_copy() -> None:
+    """Two of them are for the next two copies, in that order; a layer that no copy has is refused."""
+    tiers, device = Tiers(), VirtualDevice(auto=True)
+    errors = [OSError("first"), OSError("second")]
+    for error in errors:
+        device.fail_next(error)
+    fences = [
+        device.device_to_host(tiers.plan([0], [0]), []),
+        device.host_to_device(tiers.plan([1], [1]), [])[0],
+        device.device_to_host(tiers.plan([2], [2]), []),
+    ]
+    assert [fence.error for fence in fences] == [*errors, None]
+    device.fail_next(OSError("never"), LAYERS)
+    with pytest.raises(AssertionError, match=f"has no layer {LAYERS}"):
+        device.host_to_device(tiers.plan([0], [0]), [])
+
+
+async def test_what_is_not_recorded_does_not_start() -> None:
+    """Nothing is spoiled or moves, and to block on it raises; each layer moves once it is recorded."""
+    tiers, device = Tiers(), VirtualDevice(auto=True, holds_recording=True)
+    fill_page(tiers.kv, 0, page_hash(1))
+    fill_page(tiers.arena, 0, page_hash(7))
+    fences = device.host_to_device(tiers.plan([0], [0]), [])
+    check_page(tiers.kv, 0, page_hash(1))
+    for layer in range(LAYERS):
+        with pytest.raises(NotRecordedError, match=f"#0 layer {layer} open"):
+            fences[layer].block()
+        assert device.record(1) == 1
+        assert [fence.passed() for fence in fences] == [other <= layer for other in range(LAYERS)]
+        fences[layer].block()
+    assert device.record() == 0
+    check_page(tiers.kv, 0, page_hash(7))
+
+
+async def test_copies_are_recorded_in_the_order_of_submit() -> None:
+    """One thread does it: layer by layer and copy by copy, whichever way they go."""
+    tiers, device = Tiers(), VirtualDevice(holds_recording=True)
+    fences = [
+        *device.host_to_device(tiers.plan([0], [0]), []),
+        device.device_to_host(tiers.plan([1], [1]), []),
+    ]
+    expected = [1, 2, 3, 3, 3, 4]
+    for num_recorded in expected:
+        assert device.record(1) == 1
+        assert sum(fence.is_recorded for fence in fences) == num_recorded
+    assert device.record(1) == 0
+    with pytest.raises(NotReadyError):
+        fences[0].block()
+    assert device.advance_all() == 2 * LAYERS
+
+
+async def test_recorded_returns_when_all_are() -> None:
+    """Those of other devices count as recorded, and so does what has failed or was closed."""
+    tiers, device = Tiers(), VirtualDevice(holds_recording=True)
+    assert isinstance(device, SupportsRecording)
+    device.begin_compute()
+    others = [ThreadFence(asyncio.get_running_loop()), device.fence()]
+    await device.recorded(others)
+    copies = [device.host_to_device(tiers.plan([page], [page]), []) for page in range(3)]
+    waits = [asyncio.create_task(device.recorded([*others, *fences])) for fences in copies]
+    device.record(LAYERS - 1)
+    assert await done(waits) == [False, False, False]
+    waits[0].cancel()
+    waits[0] = asyncio.create_task(device.recorded(copies[0]))
+    device.record(1)
+    assert await done(waits) == [True, False, False]
+    device.pending[1].fail(OSError("link down"))
+    assert await done(waits) == [True, False, False]
+    device.advance_all()
+    assert await done(waits) == [True, True, False]
+    with pytest.raises(OSError, match="link down"):
+        copies[1][0].block()
+    await device.aclose()
+    assert await done(waits) == [True, True, True]
+    await device.recorded(copies[2])
+
+
+async def done(waits: Sequence[asyncio.Task[None]]) -> list[bool]:
+    """Say who has returned, once all have run that can."""
+    for _ in range(4):
+        await gate_callbacks()
+    return [wait.done() for wait in waits]
+
+
+async def test_recorded_at_submit_unless_told_otherwise() -> None:
+    """By default there is nothing to wait for."""
+    tiers, device = Tiers(), VirtualDevice()
+    fences = device.host_to_device(tiers.plan([0], [0]), [])
+    waiting = device.recorded(fences)
+    with pytest.raises(StopIteration):
+        waiting.send(None)  # it returns at its first step
+    assert all(fence.is_recorded for fence in fences)
+
+
+async def test_let_go() -> None:
+    """All streams end, all copies are recorded and move, and so does what is submitted from then on."""
+    tiers, device = Tiers(), VirtualDevice(holds_recording=True)
+    for stream in (None, "side", "side"):
+        device.begin_compute(stream)
+    behind = [device.fence(), device.fence("side")]
+    loaded = device.host_to_device(tiers.plan([0], [0]), behind)
+    device.let_go()
+    assert all(fence.passed() for fence in (*behind, *loaded))
+    assert device.device_to_host(tiers.plan([0], [1]), []).passed()
 
 
 @pytest.mark.parametrize("waits_for", ["nothing", "a layer", "the whole"])
@@ -265,6 +502,28 @@ async def test_close_fails_what_has_not_moved() -> None:
         await device.wait(fences[1])
     with pytest.raises(ClosedError):
         device.host_to_device(tiers.plan([0], [0]), [])
+
+
+@pytest.mark.parametrize("auto", [False, True])
+async def test_close_fails_in_the_order_of_the_streams(auto: bool) -> None:
+    """What is queued, recorded or not, fails one after the other, and none of it starts any more."""
+    tiers, device = Tiers(), VirtualDevice(auto, holds_recording=True)
+    gate = ThreadFence(asyncio.get_running_loop())
+    fences = device.host_to_device(tiers.plan([0], [0]), [gate])
+    device.host_to_device(tiers.plan([1], [1]), [])
+    device.device_to_host(tiers.plan([2], [2]), [fences[-1]])
+    copies = device.pending
+    device.record(2 * LAYERS)
+    over: list[int] = []
+    for number, copy in enumerate(copies):
+        VirtualFence(copy.progress, 0).when_settled(lambda number=number: over.append(number))  # type: ignore[misc]
+    fill_page(tiers.kv, 1, page_hash(1))
+    await device.aclose()
+    assert over == [0, 1, 2]
+    gate.set()
+    await gate_callbacks()
+    assert device.record() == device.advance_all() == 0
+    check_page(tiers.kv, 1, page_hash(1))
 
 
 async def test_host_buffer() -> None:

@@ -131,7 +131,7 @@ class Steps:
             elif agreed is not None:
                 self._granted = agreed[1]
         while returning := [self._returning[load] for load in self._due() if load in self._returning]:
-            await ctx.until(returning[0])
+            await ctx.until(_after(returning[0]))
         self._is_open = False
         self._device_room.trim_step(self._granted)
         self.check_loss()
@@ -151,6 +151,13 @@ class Steps:
 
 def _entered_before() -> None:
     pass
+
+
+def _after(returning: asyncio.Future[None]) -> asyncio.Future[None]:
+    # What a task waits for is cancelled with it, and resolved by a failure: neither may end what others wait for.
+    returned: asyncio.Future[None] = returning.get_loop().create_future()
+    returning.add_done_callback(lambda _: resolve(returned))
+    return returned
 
 
 def again(ticket: bytes) -> bytes:

@@ -146,9 +146,7 @@ class _Opened:
             if isinstance(store, HangingStore):
                 store.release()
         if isinstance(self.device, VirtualDevice):
-            self.device.end_compute()
-            self.device.auto = True
-            self.device.advance_all()
+            self.device.let_go()
 
     def touched(self) -> Iterator[Leak]:
         """Yield the pages that were written while nobody owned them."""

@@ -3,108 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
 import torch
 
-from .._fence import POLL_S, PassedFence, ThreadFence, parts, poll
-from .._progress import CopyProgress, LayerFence
-from ..abc import CopyPlan, Fence, PagedBytes
+from .._fence import POLL_S, PassedFence, ThreadFence, parts, poll, resolve
+from .._progress import LayerFence
+from .._threads import post_to_loop
+from ..abc import CopyPlan, Fence
 from ..errors import ClosedError, InvariantError
-from ..memory.copying import check_plan, copy_layer
-from ..memory.host import POISON
-from ..memory.layout import page_runs
-from ..types import Pages
+from ..memory.copying import check_plan
+from .virtual_copy import (
+    UNDEFINED,
+    NotReadyError,
+    NotRecordedError,
+    VirtualCopy,
+    VirtualFence,
+    VirtualProgress,
+    VirtualStream,
+    poison,
+)
 
-UNDEFINED = 0xDB
-"""What the targets of a started copy hold until their layer has moved."""
-
-
-class NotReadyError(AssertionError):
-    """Bytes were asked for before they have moved: with a real device a wrong result or a deadlock."""
-
-
-class VirtualFence(LayerFence):
-    """A fence that never waits: blocking on it too early is the caller's bug."""
-
-    __slots__ = ()
-
-    def block(self, stream: object | None = None) -> None:
-        """Return, or raise what failed the copy.
-
-        Raises:
-            NotReadyError: the test has not moved this layer yet.
-        """
-        if not self.passed():
-            raise NotReadyError(f"{self!r}: used before its bytes have moved; advance() the device first")
-        super().block(stream)
-
-
-class VirtualCopy:
-    """One submitted copy.
-
-    Attributes:
-        plan: what moves; ``to_device``: in which direction.
-        after: the fences it stays behind.
-    """
-
-    def __init__(self, plan: CopyPlan, to_device: bool, after: Sequence[Fence], number: int) -> None:
-        self.plan = plan
-        self.to_device = to_device
-        self.after = tuple(after)
-        direction, num_layers = "host_to_device" if to_device else "device_to_host", plan.kv.num_layers
-        self.progress = CopyProgress(num_layers, f"{direction} #{number}", direction, number * num_layers)
-        self._is_started = False
-
-    def __repr__(self) -> str:
-        return f"<VirtualCopy {self.progress.name} {self.num_done}/{self.progress.num_layers} layers>"
-
-    @property
-    def num_done(self) -> int:
-        """Layers that have moved."""
-        return self.progress.num_done
-
-    def is_ready(self) -> bool:
-        """Return whether everything that this copy stays behind has passed."""
-        return all(fence.passed() for fence in self.after)
-
-    def fail(self, error: BaseException) -> None:
-        """Fail the layers that have not moved."""
-        self.progress.fail(error)
-
-    def start(self) -> None:
-        """Spoil the targets, once: from now on what they held is gone; fail if a fence before it failed."""
-        if self._is_started:
-            return
-        self._is_started = True
-        try:
-            for fence in self.after:
-                fence.block()
-        except Exception as error:  # noqa: BLE001 - whatever a fence carries is what this copy fails with
-            self.fail(error)
-            return
-        target, pages = (
-            (self.plan.kv, self.plan.device_pages)
-            if self.to_device
-            else (self.plan.arena, self.plan.host_pages)
-        )
-        VirtualDevice.poison(target, pages, UNDEFINED)
-
-    def move_layer(self) -> None:
-        """Move the next layer, reading the source as it is now."""
-        kv, arena, device_pages, host_pages = (
-            self.plan.kv,
-            self.plan.arena,
-            self.plan.device_pages,
-            self.plan.host_pages,
-        )
-        if self.to_device:
-            copy_layer(arena, kv, self.num_done, page_runs(host_pages, device_pages))
-        else:
-            copy_layer(kv, arena, self.num_done, page_runs(device_pages, host_pages))
-        self.progress.advance()
+__all__ = ["UNDEFINED", "NotReadyError", "NotRecordedError", "VirtualCopy", "VirtualDevice", "VirtualFence"]
 
 
 class VirtualDevice:
@@ -114,41 +37,57 @@ class VirtualDevice:
     - The source is read at that moment, as late as a real copy may read it.
     - The targets of a copy that may start are spoiled at once, as early as a real copy may write them.
     - Two copies that touch the same page without an order between them are refused at submit.
-    - Blocking on a fence that has not passed raises instead of waiting.
+    - Blocking on a fence that has not passed, or is not even recorded, raises instead of waiting.
+    - Fences of one stream pass in order, failed ones too; those of different streams in any order. Each
+      direction is a stream, and so is each of the engine's, which any hashable names.
 
     Args:
         auto: move bytes without being told.
+        holds_recording: record copies in :meth:`record` only, as a device does that queues them from a
+            thread; nothing moves before it is recorded. Else they are recorded at submit.
     Attributes:
         num_submitted: copies so far.
     """
 
-    def __init__(self, auto: bool = False) -> None:
+    poison = staticmethod(poison)
+
+    def __init__(self, auto: bool = False, *, holds_recording: bool = False) -> None:
         self.auto = auto
+        self.holds_recording = holds_recording
         self.num_submitted = 0
         self._pending: list[VirtualCopy] = []
-        self._compute: CopyProgress | None = None
-        self._num_computed = 0
+        self._to_device = VirtualStream("host_to_device")
+        self._to_host = VirtualStream("device_to_host")
+        self._streams: dict[object, VirtualStream] = {}
+        self._failures: deque[tuple[BaseException, int]] = deque()
+        self._recorded_waits: set[asyncio.Future[None]] = set()
         self._closed = False
 
     async def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Return zeros."""
         return torch.zeros(nbytes, dtype=torch.uint8)
 
+    # The engine's streams
+
     def fence(self, stream: object | None = None) -> Fence:
-        """Return a passed fence, or after :meth:`begin_compute` one that :meth:`end_compute` lets pass."""
-        return PassedFence() if self._compute is None else VirtualFence(self._compute, 0)
+        """Return a fence behind what :meth:`begin_compute` has queued on ``stream``; passed if that is nothing."""
+        known = self._streams.get(stream)
+        return VirtualFence(known.queued[-1], 0) if known is not None and known.queued else PassedFence()
 
-    def begin_compute(self) -> None:
-        """Behave as if a forward had been queued: fences made from now on are open."""
-        if self._compute is None:
-            self._compute = CopyProgress(1, "compute", "compute", self._num_computed)
-            self._num_computed += 1
+    def begin_compute(self, stream: object | None = None) -> None:
+        """Behave as if a forward had been queued on ``stream``, behind those that are queued there."""
+        known = self._streams.setdefault(stream, VirtualStream(f"compute on {stream!r}"))
+        known.queued.append(VirtualProgress(1, known.name, known))
 
-    def end_compute(self) -> None:
-        """Behave as if the queued forward had ended."""
-        if self._compute is not None:
-            compute, self._compute = self._compute, None
-            compute.advance()
+    def end_compute(self, stream: object | None = None) -> bool:
+        """Behave as if the oldest forward on ``stream`` had ended; returns whether there was one."""
+        known = self._streams.get(stream)
+        if known is None or not known.queued:
+            return False
+        known.queued.popleft().advance()
+        return True
+
+    # Copies
 
     def host_to_device(self, plan: CopyPlan, after: Sequence[Fence]) -> Sequence[VirtualFence]:
         """Queue the copy; see :class:`abc.Device`."""
@@ -164,6 +103,18 @@ class VirtualDevice:
         """The copies that are not over, in the order of submit."""
         return tuple(copy for copy in self._pending if not copy.progress.is_over)
 
+    def record(self, num_layers: int | None = None) -> int:
+        """Record that many more layers, in the order of submit; None: all. Returns how many."""
+        unrecorded = [
+            copy.progress
+            for copy in self.pending
+            for _ in range(copy.progress.num_recorded, copy.progress.num_layers)
+        ][:num_layers]
+        for progress in unrecorded:
+            progress.num_recorded += 1
+        self._pump()
+        return len(unrecorded)
+
     def advance(self, layer: int | None = None, *, copy: VirtualCopy | None = None) -> int:
         """Move one layer of the first copy that may move; returns how many layers moved, 0 if none may.
 
@@ -171,16 +122,16 @@ class VirtualDevice:
             layer: move up to and including this layer instead.
             copy: move this one; each direction keeps its order, so it must be the first of its own.
         """
-        movable = [chosen for chosen in self._movable() if copy is None or chosen is copy]
+        movable = [chosen for chosen in self._take_turns() if copy is None or chosen is copy]
         if not movable:
             return 0
         chosen = movable[0]
-        last = chosen.num_done if layer is None else min(layer, chosen.progress.num_layers - 1)
+        last = chosen.num_done if layer is None else layer
         num_moved = 0
-        while chosen.num_done <= last and not chosen.progress.is_over:
+        while chosen.num_done <= last and chosen.may_move:
             chosen.move_layer()
             num_moved += 1
-        self._movable()  # a copy behind this one may start now, and spoils its targets when it can
+        self._take_turns()  # a copy behind this one may start now, and spoils its targets when it can
         return num_moved
 
     def advance_all(self) -> int:
@@ -190,31 +141,61 @@ class VirtualDevice:
             total += num_moved
         return total
 
+    def fail_next(self, error: BaseException, layer: int = 0) -> None:
+        """Let the next copy that is submitted move the layers before ``layer`` and fail from there on.
+
+        Each call is good for one copy more.
+        """
+        self._failures.append((error, layer))
+
+    def let_go(self) -> None:
+        """End all forwards, and move everything, from now on without being told."""
+        self.auto, self.holds_recording = True, False
+        for stream in self._streams:
+            while self.end_compute(stream):
+                pass
+        self.record()
+
+    # Waiting
+
     async def wait(self, fence: Fence) -> None:
         """Return when ``fence`` has passed. Raises: what failed. Cancellation: ends the wait only."""
-        if isinstance(fence, ThreadFence | VirtualFence):
+        if isinstance(fence, ThreadFence | LayerFence):
             await fence.wait()
             return
         await poll(fence)
 
+    async def recorded(self, fences: Sequence[Fence]) -> None:
+        """Return when all of ``fences`` are recorded, or have failed. Cancellation: ends the wait only."""
+        own = [fence for fence in fences if isinstance(fence, VirtualFence)]
+        while not all(fence.is_recorded for fence in own):
+            changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._recorded_waits.add(changed)
+            try:
+                await changed
+            finally:
+                self._recorded_waits.discard(changed)
+
     async def aclose(self) -> None:
-        """Fail what has not moved."""
+        """Fail what has not moved, in the order of submit."""
         self._closed = True
         for copy in self.pending:
-            copy.fail(ClosedError("the device was closed before this copy was over"))
+            copy.progress.fail(ClosedError("the device was closed before this copy was over"))
+        self._tell_recorded()
 
-    @staticmethod
-    def poison(paged: PagedBytes, pages: Pages, value: int = POISON) -> None:
-        """Fill pages of a DeviceKV or a HostArena; called when pages are freed, it exposes a late reader."""
-        for layer in range(paged.num_layers):
-            for plane in paged.planes(layer):
-                plane.numpy()[pages] = value
+    # Turns
 
     def _submit(self, plan: CopyPlan, to_device: bool, after: Sequence[Fence]) -> VirtualCopy:
         if self._closed:
             raise ClosedError("the device is closed; it copies nothing any more")
-        copy = VirtualCopy(plan, to_device, after, self.num_submitted)
+        check_plan(plan)
+        stream = self._to_device if to_device else self._to_host
+        name = f"{stream.name} #{self.num_submitted}"
+        progress = VirtualProgress(plan.kv.num_layers, name, stream, recorded=not self.holds_recording)
+        copy = VirtualCopy(plan, to_device, after, progress, self._pump)
         self._check(copy)
+        if self._failures:
+            copy.fail(*self._failures.popleft())
         self.num_submitted += 1
         self._pending = [*self.pending, copy]
         for fence in chain.from_iterable(map(parts, copy.after)):
@@ -238,29 +219,33 @@ class VirtualDevice:
         if self.auto:
             self.advance_all()
         else:
-            self._movable()
+            self._take_turns()
 
-    def _movable(self) -> list[VirtualCopy]:
-        """Start what may start: the first copy of each direction, when the fences before it have passed."""
+    def _take_turns(self) -> list[VirtualCopy]:
+        """Start, or fail, what has come to its turn; return what may move, in the order of submit."""
         movable: list[VirtualCopy] = []
         for to_device in (True, False):
             for copy in [copy for copy in self.pending if copy.to_device is to_device]:
-                if not copy.is_ready():
-                    break
-                copy.start()
-                if not copy.progress.is_over:  # else it failed with a fence before it; the next one is first
+                if self._closed:
+                    return []
+                if copy.take_turn():
                     movable.append(copy)
+                if not copy.progress.is_over:  # else it has failed, and the next one is first
                     break
+        self._tell_recorded()
         return sorted(movable, key=self._pending.index)
 
+    def _tell_recorded(self) -> None:
+        for changed in list(self._recorded_waits):
+            post_to_loop(changed.get_loop().call_soon_threadsafe, resolve, changed)
+
     def _check(self, copy: VirtualCopy) -> None:
-        check_plan(copy.plan)
         targets = copy.plan.device_pages if copy.to_device else copy.plan.host_pages
         if len(np.unique(targets)) != len(targets):
             raise InvariantError(f"{copy!r} writes a page twice: {targets.tolist()}")
         for other in self.pending:
             # Within a direction the order of submit is the order of the copies.
-            if other.to_device is not copy.to_device and not self._is_behind(copy, other):
+            if other.to_device is not copy.to_device and not copy.is_behind(other):
                 device_pages = np.intersect1d(copy.plan.device_pages, other.plan.device_pages)
                 host_pages = np.intersect1d(copy.plan.host_pages, other.plan.host_pages)
                 if len(device_pages) or len(host_pages):
@@ -269,14 +254,3 @@ class VirtualDevice:
                         f"{host_pages.tolist()} of {other!r}, which is not over; "
                         "put it behind the last fence of that copy"
                     )
-
-    def _is_behind(self, copy: VirtualCopy, other: VirtualCopy) -> bool:
-        """Whether ``copy`` waits for the last layer of ``other``, or of a later copy of that direction."""
-        later = [pending.progress for pending in self.pending if pending.to_device is other.to_device]
-        later = later[later.index(other.progress) :]
-        return any(
-            isinstance(fence, LayerFence)
-            and fence.progress in later
-            and fence.layer == fence.progress.num_layers - 1
-            for fence in copy.after
-        )
