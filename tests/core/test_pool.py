@@ -22,6 +22,7 @@ from hicache_async.core.audit import check_capacity
 from hicache_async.core.pool import FEW_PAGES, NO_PAGES, FreeList, Owner, PagePool
 from hicache_async.errors import CapacityError, InvariantError
 from hicache_async.types import Pages
+from tests.core.streams import StreamFence, Streams
 from tests.core.world import LONG, QUICK, OpenFence, start_core
 
 
@@ -293,6 +294,34 @@ def test_a_fenced_run_is_used_up_before_the_next() -> None:
     assert [grant.after for grant in grants] == [[first], [first], [first, second]]
 
 
+def test_an_unrelated_long_fence_keeps_nobody() -> None:
+    """Pages whose own fence has passed are granted plainly, although a fence before theirs never passes."""
+    pool, streams = make_pool(6), Streams()
+    pages = pool.take(6, Owner.LEASE, fenced=True).pages
+    forward = streams.fence("compute", 7)
+    pool.free(pages[:3], Owner.LEASE, after=forward)
+    pool.free(pages[3:], Owner.LEASE, after=streams.fence("copy", 1))
+    streams.ended["copy"] = 2
+    grant = pool.take(3, Owner.LEASE, fenced=True)
+    assert (grant.pages.tolist(), grant.after) == ([3, 4, 5], [])
+    pool.free(grant.pages, Owner.LEASE)
+    assert (pool.num_free, pool.num_fenced, pool.available(fenced=False)) == (6, 3, 3)
+    assert pool.take(3, Owner.HOP, fenced=False).pages.tolist() == [3, 4, 5]
+    grant = pool.take(3, Owner.LEASE, fenced=True)
+    assert (grant.pages.tolist(), grant.after) == ([0, 1, 2], [forward])
+
+
+def test_of_one_stream_the_last_fence_comes_along() -> None:
+    """A taker of pages freed behind several fences of one stream gets the last of those that its pages need."""
+    pool, streams = make_pool(3), Streams()
+    pages = pool.take(3, Owner.LEASE, fenced=True).pages
+    copies = [streams.fence("copy", sequence) for sequence in (5, 4, 6)]
+    for page, fence in zip(pages, copies, strict=True):
+        pool.free(ids(page), Owner.LEASE, after=fence)
+    assert pool.take(2, Owner.LEASE, fenced=True).after == copies[:1]
+    assert pool.take(1, Owner.LEASE, fenced=True).after == copies[2:]
+
+
 def test_a_fence_comes_along_only_when_it_is_needed() -> None:
     """Who is served from settled pages alone waits for nothing."""
     pool = make_pool(4)
@@ -455,18 +484,25 @@ def test_no_operation_sees_the_whole_book(num_pages: int) -> None:
 
 # A model
 
+
+def place_of(fence: Fence) -> tuple[str, int]:
+    """Return a fence's stream, a foreign one's being its own, and its place there."""
+    return (fence.stream, fence.sequence) if isinstance(fence, StreamFence) else (str(id(fence)), 0)
+
+
 OWNER = st.sampled_from([Owner.LEASE, Owner.HOP, Owner.TREE])
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Drive a pool against a dict of owners and a list of fenced runs."""
+    """Drive a pool against a dict of owners and a list of fenced runs, each with all its fences."""
 
     @initialize(num_pages=st.integers(1, 24))
     def open(self, num_pages: int) -> None:
         self.pool = make_pool(num_pages, self.count_freed)
         self.loop = StubLoop()
         self.owners = dict.fromkeys(range(num_pages), Owner.FREE)
-        self.fenced: list[tuple[OpenFence, list[int]]] = []
+        self.streams = Streams()
+        self.fenced: list[tuple[list[StreamFence | OpenFence], list[int]]] = []
         self.settling: list[tuple[EngineFence, list[int]]] = []
         self.freed = self.freed_expected = 0
 
@@ -482,8 +518,7 @@ class PoolMachine(RuleBasedStateMachine):
         return [page for page in self.owned(Owner.FREE) if page not in behind]
 
     def drain(self) -> None:
-        while self.fenced and self.fenced[0][0].is_passed:
-            self.fenced.pop(0)
+        self.fenced = [run for run in self.fenced if not all(fence.passed() for fence in run[0])]
 
     @rule(num_pages=st.integers(0, 8), owner=OWNER, fenced=st.booleans())
     def take(self, num_pages: int, owner: Owner, fenced: bool) -> None:
@@ -496,16 +531,23 @@ class PoolMachine(RuleBasedStateMachine):
         grant = self.pool.take(num_pages, owner, fenced=fenced)
         plain = min(num_pages, len(settled))
         assert set(grant.pages[:plain].tolist()) <= set(settled)
-        behind, after = [], []
+        behind: list[int] = []
+        last: dict[object, StreamFence | OpenFence] = {}
         while plain + len(behind) < num_pages:
-            fence, pages = self.fenced.pop(0)
+            fences, pages = self.fenced.pop(0)
             wanted = num_pages - plain - len(behind)
             if pages[wanted:]:
-                self.fenced.insert(0, (fence, pages[wanted:]))
+                self.fenced.insert(0, (fences, pages[wanted:]))
             behind += pages[:wanted]
-            after.append(fence)
+            for fence in fences:
+                if isinstance(fence, OpenFence):
+                    last[fence] = fence
+                elif (known := last.get(fence.stream)) is None or place_of(known) < place_of(fence):
+                    last[fence.stream] = fence
         assert grant.pages[plain:].tolist() == behind
-        assert grant.after == after
+        assert sorted(map(place_of, grant.after)) == sorted(
+            place_of(fence) for fence in last.values() if not fence.passed()
+        )
         assert len(set(grant.pages.tolist())) == num_pages
         self.owners.update(dict.fromkeys(grant.pages.tolist(), owner))
 
@@ -519,14 +561,21 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.move(ids(*pages), giver, taker)
         self.owners.update(dict.fromkeys(pages, taker))
 
+    def some_fences(self, data: st.DataObject) -> list[StreamFence | OpenFence]:
+        places = st.tuples(st.sampled_from("ab"), st.integers(0, 9))
+        ordered = data.draw(st.lists(places, max_size=2))
+        foreign = data.draw(st.integers(0 if ordered else 1, 1))
+        return [*(self.streams.fence(*place) for place in ordered), *(OpenFence() for _ in range(foreign))]
+
     @rule(data=st.data(), source=OWNER, how=st.sampled_from(["now", "device", "engine"]))
     def free(self, data: st.DataObject, source: Owner, how: str) -> None:
         pages = self.some(data, source)
         fence: Fence | None = None
         if how == "device":
-            fence = OpenFence()
+            fences = self.some_fences(data)
+            fence = AllFences(fences)
             if pages:
-                self.fenced.append((fence, pages))
+                self.fenced.append((fences, pages))
         elif how == "engine":
             fence = self.loop.engine_fence()
             if pages:
@@ -545,10 +594,12 @@ class PoolMachine(RuleBasedStateMachine):
         with pytest.raises(InvariantError):
             self.pool.move(ids(*pages), source, Owner.LEASE)
 
-    @precondition(lambda self: self.fenced)
-    @rule(data=st.data())
-    def pass_fence(self, data: st.DataObject) -> None:
-        data.draw(st.sampled_from(self.fenced))[0].is_passed = True
+    @rule(data=st.data(), stream=st.sampled_from("ab"))
+    def pass_fences(self, data: st.DataObject, stream: str) -> None:
+        self.streams.ended[stream] += 1
+        foreign = [fence for fences, _ in self.fenced for fence in fences if isinstance(fence, OpenFence)]
+        if foreign:
+            data.draw(st.sampled_from(foreign)).is_passed = True
 
     @precondition(lambda self: self.settling)
     @rule(data=st.data())
@@ -568,8 +619,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.owned_by(owner).tolist() == held
         free = self.owned(Owner.FREE)
         assert self.pool.num_free == len(free)
-        assert self.pool.num_fenced == sum(len(pages) for fence, pages in self.fenced if not fence.is_passed)
         self.drain()
+        assert self.pool.num_fenced == sum(len(pages) for _, pages in self.fenced)
         assert self.pool.available(fenced=True) == len(free)
         assert self.pool.available(fenced=False) == len(self.settled_pages())
         assert sorted(p for pages in self.pool.settling() for p in pages.tolist()) == sorted(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +12,7 @@ from .._fence import EngineFence, combine, engine_fence_in
 from ..abc import DevicePool, Fence
 from ..errors import CapacityError, InvariantError
 from ..types import Pages
+from .fenced import FencedPages
 
 NO_PAGES: Pages = np.empty(0, dtype=np.int64)
 
@@ -87,7 +87,7 @@ class PagePool:
         # One book, seen twice: as bytes, where single pages are cheap, and as an array, where many are.
         self._owner_bytes = bytearray(num_page_ids)
         self._owners = np.frombuffer(self._owner_bytes, dtype=np.uint8)
-        self._fenced: deque[tuple[Fence, Pages]] = deque()
+        self._fenced = FencedPages()
         self._settling: dict[int, Pages] = {}
         self._settling_count = 0
         self._on_freed = on_freed
@@ -99,15 +99,13 @@ class PagePool:
     @property
     def num_fenced(self) -> int:
         """Free pages whose fence is still open."""
-        return sum(len(pages) for fence, pages in self._fenced if not fence.passed())
+        self._drain_passed()
+        return self._fenced.num_pages
 
     @property
     def num_free(self) -> int:
         """Pages that nobody owns, fenced ones included."""
-        num_free = self._free_list.num_free()
-        for _, pages in self._fenced:
-            num_free += len(pages)
-        return num_free
+        return self._free_list.num_free() + self._fenced.num_pages
 
     def available(self, *, fenced: bool) -> int:
         """Return how many pages :meth:`take` can give; ``fenced``: to a user who orders behind fences."""
@@ -125,34 +123,28 @@ class PagePool:
             raise InvariantError(f"{num_pages} {self.name} pages asked for; a number of pages is 0 or more")
         self._drain_passed()
         num_plain = min(num_pages, self._free_list.num_free())
-        if num_plain < num_pages and num_pages > (available := self.available(fenced=fenced)):
+        num_fenced = num_pages - num_plain
+        if num_fenced and num_fenced > (self._fenced.num_pages if fenced else 0):
+            available = self.num_free if fenced else num_plain
             raise CapacityError(
                 f"{num_pages} {self.name} pages asked for, {available} free of {self.capacity}"
             )
         plain = self._free_list.take(num_plain)
-        behind = self._take_fenced(num_pages - num_plain) if num_plain < num_pages else []
-        # A copy in any case: the engine's free list may hand out a part of itself.
-        pages = np.concatenate([plain, *(pages for _, pages in behind)]) if behind else plain.copy()
+        if num_fenced:
+            fenced_pages, after = self._fenced.oldest(num_fenced)
+            pages = np.concatenate((plain, fenced_pages))
+        else:  # a copy all the same: the engine's free list may hand out a part of itself
+            pages, after = plain.copy(), []
         try:
             if len(pages) != num_pages:
                 raise InvariantError(f"{num_plain} {self.name} pages asked for, {len(plain)} given out")
             self._rebook(pages, Owner.FREE, owner, "taken")
         except InvariantError:  # the free list may be the engine's own
             self._free_list.give_back(plain)
-            self._fenced.extendleft(reversed(behind))
             raise
-        return Grant(pages, [fence for fence, _ in behind])
-
-    def _take_fenced(self, num_pages: int) -> list[tuple[Fence, Pages]]:
-        taken: list[tuple[Fence, Pages]] = []
-        while num_pages:
-            fence, pages = self._fenced.popleft()
-            if len(pages) > num_pages:
-                self._fenced.appendleft((fence, pages[num_pages:]))
-                pages = pages[:num_pages]
-            taken.append((fence, pages))
-            num_pages -= len(pages)
-        return taken
+        if num_fenced:
+            self._fenced.drop_oldest(num_fenced)
+        return Grant(pages, after)
 
     def move(self, pages: Pages, source: Owner, target: Owner) -> None:
         """Change the owner of ``pages``.
@@ -176,7 +168,7 @@ class PagePool:
             self._settle_later(pages.copy(), engine_fence, after)
         else:
             self._rebook(pages, source, Owner.FREE, "freed")
-            self._fenced.append((after, pages.copy()))
+            self._fenced.add(pages, after)
 
     def _settle_later(self, pages: Pages, engine_fence: EngineFence, after: Fence) -> None:
         self._settling_count += 1
@@ -191,8 +183,8 @@ class PagePool:
         engine_fence.add_callback(settled)
 
     def _drain_passed(self) -> None:
-        while self._fenced and self._fenced[0][0].passed():
-            self._free_list.give_back(self._fenced.popleft()[1])
+        if self._fenced.num_pages and len(passed := self._fenced.drain()):
+            self._free_list.give_back(passed)
 
     def _rebook(self, pages: Pages, source: Owner, target: Owner, verb: str) -> None:
         # Everything is checked before anything is written, at a cost of the pages given, never of the pool.
