@@ -21,6 +21,8 @@ EVENTS = frozenset(
         "cache.opened",
         "clear.incomplete",
         "copy.failed",
+        "device.copies_running",
+        "device.unpin_failed",
         "eviction.policy_failed",
         "events.bound",
         "events.failed",

@@ -87,11 +87,15 @@ class Device(Protocol):
         ...
 
     def host_to_device(self, plan: CopyPlan, after: Sequence[Fence]) -> Sequence[Fence]:
-        """Queue the copy behind ``after``; returns one fence per layer, in layer order."""
+        """Queue the copy behind ``after``; returns one fence per layer, in layer order.
+
+        Copies of one direction keep the order of submit among those that find nothing open in ``after``. One that
+        has to wait may be passed: what touches its pages later has to name its fence.
+        """
         ...
 
     def device_to_host(self, plan: CopyPlan, after: Sequence[Fence]) -> Fence:
-        """Queue the copy behind ``after``; returns one fence for all of it."""
+        """Queue the copy behind ``after``; returns one fence for all of it. Orders: as :meth:`host_to_device`."""
         ...
 
     async def wait(self, fence: Fence) -> None:

@@ -296,7 +296,7 @@ class PrefixLease:
         ctx, holding = self._movers.ctx, self._holding
         end_page = check_commit(self, holding, num_tokens)
         start = holding.committed_pages
-        fence = ctx.device.fence(None) if after is None else after
+        fence = self._movers.fence() if after is None else after
         doubtful = isinstance(fence, ThreadFence) and fence.error is not None
         if not ctx.reuses or doubtful:
             if self._is_agreed:  # the other ranks have it now
@@ -327,7 +327,7 @@ class PrefixLease:
         holding.length = min(holding.length, from_token)
         keep = max(-(-from_token // ctx.page_tokens), holding.committed_pages)
         if keep < len(holding.table):
-            holding.table.free_tail(keep, ctx.device.fence(None) if after is None else after)
+            holding.table.free_tail(keep, self._movers.fence() if after is None else after)
             self._movers.device_room.pump()
 
     def release(self, *, after: Fence | None = None, offload: bool = False) -> None:
@@ -354,7 +354,7 @@ class PrefixLease:
         end = holding.device_end
         if offload and end is not None and end.attached and ctx.reuses:
             self._movers.preempt(end)
-        fence = ctx.device.fence(None) if after is None else after
+        fence = self._movers.fence() if after is None else after
         if end is not None and ctx.reuses and not fence.passed():
             self._movers.hold(end, fence)
         holding.release(fence, unpin=ctx.state is not State.FAILED)

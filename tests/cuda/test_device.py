@@ -4,58 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 
 from hicache_async import CacheConfig, HiCache, Tier
 from hicache_async._fence import ThreadFence
-from hicache_async.abc import Fence
-from hicache_async.config import HostLayout, IoMode
 from hicache_async.cuda import CudaDevice
-from hicache_async.errors import ClosedError, ConfigError
+from hicache_async.errors import ConfigError
 from hicache_async.testing._device_bench import DEVICE_PAGES, HOST_PAGES, Bench, device_page, host_page
 from tests.cuda.fake_cuda import FakeCuda
+from tests.cuda.waiting import recorded, to_end, until
 from tests.flows.rig import make_kv
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.every_loop]
-
-
-@pytest.fixture
-def cuda() -> Iterator[FakeCuda]:
-    cuda = FakeCuda()
-    yield cuda
-    for stream in cuda.streams:
-        cuda.hold(stream, held=False)
-    cuda.end()
-
-
-@pytest.fixture
-def device(cuda: FakeCuda) -> CudaDevice:
-    return CudaDevice(runtime=cuda)
-
-
-@pytest.fixture
-def bench(device: CudaDevice) -> Bench:
-    return Bench(device, "cpu")
-
-
-async def to_end(device: CudaDevice, *fences: Fence) -> None:
-    for fence in fences:
-        await asyncio.wait_for(device.wait(fence), 10)
-
-
-async def recorded(device: CudaDevice, fences: Sequence[Fence]) -> None:
-    await asyncio.wait_for(device.recorded(fences), 10)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop go on until the GPU has come so far."""
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - what a stream has done tells nobody
-            await asyncio.sleep(0.001)
 
 
 # Recording
@@ -82,7 +46,8 @@ async def test_a_submit_queues_nothing_in_the_calling_thread(cuda: FakeCuda, ben
 async def test_recorded_waits_for_every_layer(cuda: FakeCuda, device: CudaDevice, bench: Bench) -> None:
     """Behind a fence of a thread nothing is recorded; then all is, though the stream has not begun to move."""
     tiers = await bench.tiers()
-    cuda.hold(device._to_device.stream)
+    stream = device._to_device.behind_engine.stream
+    cuda.hold(stream)
     gate = ThreadFence(asyncio.get_running_loop())
     fences = bench.load(tiers.plan([0], [0]), gate)
     waiting = asyncio.create_task(device.recorded(fences))
@@ -91,7 +56,7 @@ async def test_recorded_waits_for_every_layer(cuda: FakeCuda, device: CudaDevice
     gate.set()
     await asyncio.wait_for(waiting, 10)
     assert not any(fence.passed() for fence in fences)
-    cuda.hold(device._to_device.stream, held=False)
+    cuda.hold(stream, held=False)
     await to_end(device, *fences)
 
 
@@ -100,14 +65,14 @@ async def test_block_orders_a_stream_and_waits_for_nobody(
 ) -> None:
     """From any thread, with the copy still standing still: what the stream does next sees the layer's bytes."""
     tiers = await bench.tiers()
-    cuda.hold(device._to_device.stream)
+    cuda.hold(device._to_device.at_once.stream)
     fences = bench.load(tiers.plan([4], [9]))
     await recorded(device, fences)
     engine = cuda.new_user_stream("engine")
     await asyncio.to_thread(lambda: [fence.block(engine) for fence in fences])
     seen = cuda.queue_read(engine, tiers.kv.planes(2)[0][4])
     assert not fences[0].passed()
-    cuda.hold(device._to_device.stream, held=False)
+    cuda.hold(device._to_device.at_once.stream, held=False)
     await to_end(device, device.fence(engine))
     assert torch.equal(seen[0], tiers.arena.planes(2)[0][9].reshape(-1))
 
@@ -173,6 +138,44 @@ async def test_an_unrelated_long_kernel_delays_no_load(
     await to_end(device, behind[-1])
 
 
+async def test_a_copy_that_waits_for_the_engine_holds_up_no_other(
+    cuda: FakeCuda, device: CudaDevice, bench: Bench
+) -> None:
+    """Nor does one behind such a copy; each moves when what it waits for is over."""
+    tiers = await bench.tiers()
+    cuda.hold(cuda.default)
+    gate = ThreadFence(asyncio.get_running_loop())
+    waiting = [
+        bench.load(tiers.plan([0], [0]), device.fence())[-1],
+        bench.offload(tiers.plan([1], [9]), gate),
+    ]
+    waiting += [
+        bench.load(tiers.plan([2], [9]), waiting[1])[-1],
+        bench.offload(tiers.plan([0], [10]), waiting[0]),
+    ]
+    await to_end(device, bench.load(tiers.plan([5], [5]))[-1], bench.offload(tiers.plan([6], [6])))
+    assert not any(fence.passed() for fence in waiting)
+    gate.set()
+    await to_end(device, waiting[1])
+    assert not waiting[0].passed() and not waiting[3].passed()
+    cuda.hold(cuda.default, held=False)
+    await to_end(device, *waiting)
+    on_device = {0: host_page(0), 2: device_page(1), 5: host_page(5)}
+    tiers.check(on_device, {6: device_page(6), 9: device_page(1), 10: host_page(0)})
+
+
+async def test_streams_are_its_own(cuda: FakeCuda) -> None:
+    """Though they are given out in turn from a few: none is the engine's, nor that of another line."""
+    few = [cuda.new_user_stream(f"stream {number}") for number in range(5)]
+    turns = itertools.cycle(few)
+    cuda.new_stream = lambda: next(turns)  # type: ignore[method-assign]
+    device = CudaDevice(runtime=cuda, compute_stream=few[2])
+    directions = device._to_device, device._to_host
+    streams = [line.stream for each in directions for line in (each.at_once, each.behind_engine)]
+    assert {stream.name for stream in streams} == {f"stream {number}" for number in (0, 1, 3, 4)}
+    await device.aclose()
+
+
 async def test_fences_of_one_stream_keep_their_order(cuda: FakeCuda, device: CudaDevice) -> None:
     """The later one tells of the earlier ones: they are not asked any more."""
     cuda.hold(cuda.default)
@@ -200,97 +203,6 @@ async def test_what_is_no_stream_is_refused(device: CudaDevice) -> None:
         device.fence("compute")
     with pytest.raises(ConfigError, match="stream is a int"):
         CudaDevice(runtime=FakeCuda(), compute_stream=7)
-
-
-# Failures
-
-
-@pytest.mark.parametrize("io_mode", IoMode)
-async def test_a_copy_that_cannot_be_queued_fails_when_nothing_of_it_moves_any_more(
-    cuda: FakeCuda, device: CudaDevice, bench: Bench, io_mode: IoMode
-) -> None:
-    """Its fences stay open while the layers before still move: as failed they would give the pages away."""
-    tiers = await bench.tiers(HostLayout.LAYER_FIRST, io_mode=io_mode)
-    cuda.hold(device._to_device.stream)
-    cuda.fail_at = 3  # the second plane of the second layer
-    fences = bench.load(tiers.plan([0], [0]))
-    await recorded(device, fences[:1])
-    await asyncio.sleep(0.02)
-    assert not any(fence.passed() for fence in fences)
-    cuda.fail_at = None
-    cuda.hold(device._to_device.stream, held=False)
-    await to_end(device, fences[0])
-    for fence in fences[1:]:
-        with pytest.raises(RuntimeError, match="injected"):
-            await device.wait(fence)
-        with pytest.raises(RuntimeError, match="injected"):
-            fence.block(cuda.default)
-        assert fence.passed()
-    later = bench.load(tiers.plan([1], [1]))
-    await to_end(device, *later)
-
-
-async def test_a_copy_behind_one_that_failed_fails_too(
-    cuda: FakeCuda, device: CudaDevice, bench: Bench
-) -> None:
-    """What it would read was never written."""
-    tiers = await bench.tiers()
-    cuda.fail_at = 0
-    offloaded = bench.offload(tiers.plan([0], [0]))
-    loaded = bench.load(tiers.plan([5], [0]), offloaded)
-    with pytest.raises(RuntimeError, match="injected"):
-        await device.wait(loaded[0])
-    tiers.check({}, {})
-
-
-async def test_a_lost_device_fails_whoever_waits(cuda: FakeCuda, device: CudaDevice, bench: Bench) -> None:
-    """Nobody waits for ever, and nothing raises where it was only asked."""
-    tiers = await bench.tiers()
-    cuda.hold(device._to_device.stream)
-    fences = bench.load(tiers.plan([0], [0]))
-    await recorded(device, fences)
-    waiting = asyncio.create_task(device.wait(fences[-1]))
-    await asyncio.sleep(0)
-    cuda.is_lost = True
-    with pytest.raises(RuntimeError, match="illegal memory"):
-        await asyncio.wait_for(waiting, 10)
-    assert all(fence.passed() for fence in fences)
-    with pytest.raises(RuntimeError, match="illegal memory"):
-        fences[0].block(cuda.default)
-    await device.aclose()
-
-
-# Close
-
-
-async def test_close_waits_for_no_copy_and_lies_about_none(
-    cuda: FakeCuda, device: CudaDevice, bench: Bench
-) -> None:
-    """Who waits for a copy that goes on goes on waiting; its memory stays pinned; what was not queued fails."""
-    tiers = await bench.tiers()
-    cuda.hold(device._to_device.stream)
-    gate = ThreadFence(asyncio.get_running_loop())
-    running = bench.load(tiers.plan([0], [3]))
-    gated = bench.load(tiers.plan([1], [1]), gate)
-    await recorded(device, running)
-    waiting = asyncio.create_task(device.wait(running[-1]))
-    await asyncio.wait_for(device.aclose(), 10)
-    with pytest.raises(ClosedError, match="before this copy was queued"):
-        await device.wait(gated[-1])
-    assert not waiting.done() and cuda.registered
-    cuda.hold(device._to_device.stream, held=False)
-    await asyncio.wait_for(waiting, 10)
-    tiers.check({0: host_page(3)}, {})
-
-
-async def test_close_unpins(cuda: FakeCuda, device: CudaDevice, bench: Bench) -> None:
-    """Off the loop, when nothing moves; the memory stays readable."""
-    tiers = await bench.tiers()
-    await to_end(device, bench.offload(tiers.plan([1], [2])))
-    assert cuda.registered
-    await device.aclose()
-    assert not cuda.registered
-    tiers.check({}, {2: device_page(1)})
 
 
 # The engine's kernels and the copies
@@ -369,14 +281,14 @@ async def test_a_request_is_served_by_streams_alone(cuda: FakeCuda) -> None:
         for plane in planes:
             cuda.queue_write(compute, plane, 0xEE)
         with cache.match_prefix("second", prompt) as lease:
-            cuda.hold(device._to_device.stream)
+            cuda.hold(device._to_device.at_once.stream)
             loading = await asyncio.wait_for(lease.load(), 10)
             assert (loading.tokens, loading.loaded_tokens, loading.done) == (num_tokens, num_tokens, False)
             seen = []
             for layer in range(kv.num_layers):
                 await asyncio.to_thread(loading.block, layer, compute)
                 seen += [cuda.queue_read(compute, plane) for plane in kv.planes(layer)]
-            cuda.hold(device._to_device.stream, held=False)
+            cuda.hold(device._to_device.at_once.stream, held=False)
             await to_end(device, cache.fence())
             for tensors in seen:
                 assert [set(tensors[0][page].tolist()) for page in loading.pages] == [{10}, {11}, {12}, {13}]

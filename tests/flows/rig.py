@@ -61,10 +61,11 @@ def page_hashes(letters: str) -> list[bytes]:
     return hashes
 
 
-def make_kv(num_pages: int) -> DeviceKV:
+def make_kv(num_pages: int, *, compute_stream: object | None = None) -> DeviceKV:
     """Return the tensors of a random model of two layers."""
     shape = (num_pages, PAGE_TOKENS, 2, 8)
-    return DeviceKV.from_layers(*([torch.zeros(shape) for _ in range(NUM_LAYERS)] for _ in "kv"))
+    sides = ([torch.zeros(shape) for _ in range(NUM_LAYERS)] for _ in "kv")
+    return DeviceKV.from_layers(*sides, compute_stream=compute_stream)
 
 
 class PoisoningFreeList(FreeList):

@@ -198,7 +198,7 @@ async def test_one_of_two_is_cancelled(open_held: Holding, cancel: Cancel) -> No
 
 
 async def test_close_ends_the_wait(open_held: Holding) -> None:
-    """A step that waits for a load raises ClosedError; the load ends with the device, though nothing was recorded."""
+    """A load that waits to be recorded, and a step that waits for that load, raise ClosedError."""
     rig = await open_held("abc", close_timeout_s=0.05)
     lease = rig.lease("abc")
     loads = await held_back(lease)
@@ -206,13 +206,10 @@ async def test_close_ends_the_wait(open_held: Holding) -> None:
     await turns()
     with pytest.warns(ResourceWarning, match="not released"):
         await rig.cache.close()
-    with pytest.raises(ClosedError):
-        steps.result()
-    await rig.device.aclose()
-    await turns()
-    for layer in range(NUM_LAYERS):
+    for waiting in (steps, loads):
         with pytest.raises(ClosedError):
-            loads.result().block(layer)
+            waiting.result()
+    await rig.device.aclose()
     lease.release()
 
 

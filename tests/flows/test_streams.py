@@ -12,7 +12,7 @@ from hicache_async import CapacityError, PrefixLease, Tier
 from hicache_async._fence import OrderedFence, parts
 from hicache_async.abc import Fence
 from hicache_async.testing.virtual_device import NotReadyError, VirtualCopy
-from tests.flows.rig import NUM_LAYERS, PAGE_TOKENS, Opener, Rig, on_host, turns
+from tests.flows.rig import NUM_LAYERS, PAGE_TOKENS, Opener, Rig, make_kv, on_host, turns
 
 pytestmark = pytest.mark.asyncio
 
@@ -188,38 +188,82 @@ async def test_pages_are_granted_with_the_streams_that_they_wait_for(open_cache:
 
 
 async def test_an_offload_waits_for_the_stream_that_computes_its_pages(open_cache: Opener) -> None:
-    """Not for another one that runs, nor for the engine's own; and for none before its bytes are there."""
+    """Not for another one that runs, nor for the engine's own; and it is not even queued before its bytes are there."""
     rig = await open_cache()
-    rig.virtual.auto = False
     lease = await computed(rig, "abc")
     queued(rig, "b")
     rig.virtual.begin_compute()
-    kernel = queued(rig, "a")
-    lease.commit(12, after=kernel)
-    assert places(only_copy(rig).after) == places([kernel])
-    assert rig.virtual.advance_all() == 0
+    lease.commit(12, after=queued(rig, "a"))
+    for stream in ("b", None):
+        rig.virtual.end_compute(stream)
+        await turns()
+        assert (rig.where("abc"), rig.virtual.num_submitted) == ("ddd", 0)
     rig.virtual.end_compute("a")
-    assert rig.virtual.advance_all() == NUM_LAYERS
+    await turns()
     await rig.cache.admin.flush(Tier.HOST)
     assert rig.where("abc") == "bbb"
     rig.check_local("abc")
-    lease.release(after=kernel)
+    lease.release()
 
 
 async def test_without_a_word_a_commit_is_behind_the_engines_own_stream(open_cache: Opener) -> None:
-    """A kernel on another stream is not waited for."""
-    rig = await open_cache()
-    rig.virtual.auto = False
-    lease = await computed(rig, "abc")
-    queued(rig, "side")
-    rig.virtual.begin_compute()
-    lease.commit(12)
-    assert places(only_copy(rig).after) == places([rig.cache.fence()])
-    rig.virtual.end_compute()
-    assert rig.virtual.advance_all() == NUM_LAYERS
+    """The one that its tensors name, where they name one; a kernel on another stream is not waited for."""
+    for compute in (None, "compute"):
+        rig = await open_cache(kv=make_kv(16, compute_stream=compute))
+        lease = await computed(rig, "abc")
+        queued(rig, "side")
+        rig.virtual.begin_compute(compute)
+        assert places([rig.cache.fence()]) == places([rig.cache.fence(compute)])
+        lease.commit(12)
+        await turns()
+        assert rig.where("abc") == "ddd"
+        rig.virtual.end_compute(compute)
+        await turns()
+        await rig.cache.admin.flush(Tier.HOST)
+        assert rig.where("abc") == "bbb"
+        rig.check_local("abc")
+        lease.release()
+
+
+async def test_a_long_kernel_delays_no_load_that_makes_room(open_cache: Opener) -> None:
+    """Copies of one direction run in order: none that waits for a kernel is queued before those that make room."""
+    rig = await on_host(open_cache, "abc", device_pages=8, write_policy="write_back")
+    rig.virtual.auto = True
+    for letters in ("uv", "w"):
+        await rig.serve(letters)
+    busy = await computed(rig, "xyz")
+    busy.commit(12, after=queued(rig, "long"))
+    busy.release(after=rig.cache.fence("long"), offload=True)
+    with rig.lease("abc") as request:
+        loading = await request.load(total_tokens=16)
+        await turns()
+        assert loading.tokens == 12 and loading.done
+        rig.check(request, 12)
+    assert rig.where("xyz") == "ddd"
+    rig.virtual.end_compute("long")
+    await turns()
     await rig.cache.admin.flush(Tier.HOST)
-    rig.check_local("abc")
-    lease.release()
+    assert rig.where("xyz") == "bbb", "a preempted request goes to the host when its forward is over"
+    rig.check_local("xyz")
+
+
+async def test_a_load_waits_only_for_what_its_own_targets_need(open_cache: Opener) -> None:
+    """Not for the pages behind a kernel that it only reserves; and these alone are behind it when all come back."""
+    rig = await on_host(open_cache, "ab", device_pages=6)
+    holder = await private(rig, 3)
+    kernel = queued(rig, "side")
+    holder.release(after=kernel)
+    with rig.lease("ab") as request:
+        loading = await request.load(total_tokens=20)
+        assert (loading.tokens, loading.reserved_tokens) == (8, 12)
+        assert only_copy(rig).after == ()
+        assert rig.virtual.advance_all() == NUM_LAYERS
+        assert request.allocate_nowait(12).after is None
+    assert rig.cache.stats().device.fenced == 3
+    grant = await rig.cache.begin_step(4)
+    assert grant.num_pages == 4
+    await rig.cache.begin_step(0)
+    assert rig.cache.stats().device.fenced == 3
 
 
 @pytest.mark.parametrize("first", ["a", "b"])

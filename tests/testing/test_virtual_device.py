@@ -243,6 +243,7 @@ async def test_no_fence_passes_before_an_earlier_one_of_its_stream(steps: list[t
     """Whatever is queued, recorded, moved, ended and failed, in whatever order; then the last stands for all."""
     tiers, device = Tiers(), VirtualDevice(holds_recording=True)
     fences: list[Fence] = []
+    last_to: dict[tuple[str, int], list[Fence]] = {}
     for step, choice in steps:
         match step:
             case "b":
@@ -253,9 +254,13 @@ async def test_no_fence_passes_before_an_earlier_one_of_its_stream(steps: list[t
             case "f":
                 device.fail_next(OSError("no"), choice % LAYERS)
             case "h":
-                fences += device.host_to_device(tiers.plan([choice], [choice]), fences[-1:])
+                after = [*fences[-1:], *last_to.get(("h", choice), ())]
+                fences += device.host_to_device(tiers.plan([choice], [choice]), after)
+                last_to["h", choice] = fences[-1:]
             case "d":
-                fences.append(device.device_to_host(tiers.plan([4], [4 + choice]), fences[-1:]))
+                after = [*fences[-1:], *last_to.get(("d", choice), ())]
+                fences.append(device.device_to_host(tiers.plan([4], [4 + choice]), after))
+                last_to["d", choice] = fences[-1:]
             case "r":
                 device.record(choice)
             case "m":
@@ -278,6 +283,17 @@ def check_order(fences: Sequence[Fence]) -> None:
         passed = [fence.passed() for fence in same]
         assert passed == sorted(passed, reverse=True)
         assert combine(same) is (None if passed[-1] else same[-1])
+
+
+async def test_one_that_waits_may_be_passed() -> None:
+    """So what writes the same page in the same direction has to be behind it; what only reads the same need not."""
+    tiers, device = Tiers(), VirtualDevice()
+    device.begin_compute()
+    (*_, waiting) = device.host_to_device(tiers.plan([0], [1]), [device.fence()])
+    device.host_to_device(tiers.plan([2], [1]), [])
+    with pytest.raises(InvariantError, match="put it behind the last fence"):
+        device.host_to_device(tiers.plan([0], [3]), [])
+    device.host_to_device(tiers.plan([0], [3]), [waiting])
 
 
 async def test_a_test_may_fail_a_copy() -> None:

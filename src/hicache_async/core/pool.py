@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -59,10 +59,16 @@ class FreeList:
 
 @dataclass(slots=True)
 class Grant:
-    """Pages taken from a pool, and the fences that a writer must be ordered behind."""
+    """Pages taken from a pool, and the fences that a writer must be ordered behind.
+
+    Attributes:
+        after: of each stream at most one.
+        num_plain: so many of the first pages wait for none of them.
+    """
 
     pages: Pages
-    after: list[Fence] = field(default_factory=list)
+    after: Sequence[Fence] = ()
+    num_plain: int = 0
 
 
 class PagePool:
@@ -144,7 +150,12 @@ class PagePool:
             raise
         if num_fenced:
             self._fenced.drop_oldest(num_fenced)
-        return Grant(pages, after)
+        return Grant(pages, after, num_plain)
+
+    def give_back(self, grant: Grant, source: Owner) -> None:
+        """Put pages back that were taken and not touched; each waits for what it waited for."""
+        self.free(grant.pages[: grant.num_plain], source)
+        self.free(grant.pages[grant.num_plain :], source, after=combine(grant.after))
 
     def move(self, pages: Pages, source: Owner, target: Owner) -> None:
         """Change the owner of ``pages``.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
 
 from .._fence import parts
-from .._progress import CopyProgress
+from .._progress import CopyProgress, LayerFence
 from ..abc import CopyPlan, Fence
 from ..config import IoMode
 from ..memory.layout import sorted_runs
@@ -34,6 +33,7 @@ class CudaCopy:
 
     __slots__ = (
         "_after",
+        "_error",
         "_events",
         "_is_to_device",
         "_pinned",
@@ -62,6 +62,7 @@ class CudaCopy:
         self._is_to_device = is_to_device
         self._after = [fence for combined in after for fence in parts(combined)]
         self._events: list[Event] = []
+        self._error: tuple[int, BaseException] | None = None
         self.recording = recording
         awaited: list[Fence] = []
         for fence in self._after:
@@ -73,7 +74,11 @@ class CudaCopy:
 
     def event(self, index: int) -> Event:
         """Return the event of a layer, which is recorded."""
-        return self._events[index]
+        return self._events[min(index, len(self._events) - 1)]
+
+    def error(self, index: int) -> BaseException | None:
+        """Return why a layer that is recorded was not copied."""
+        return None if self._error is None or index < self._error[0] else self._error[1]
 
     def fail(self, error: BaseException) -> None:
         """Give up a copy of which nothing was queued."""
@@ -82,30 +87,39 @@ class CudaCopy:
     def run(self) -> None:
         """Queue everything on the stream; what has to pass before has passed."""
         try:
-            for fence in self.awaited:
-                fence.block()  # it has passed, so this can only raise
-            self._queue()
-        except BaseException as error:  # noqa: BLE001 - the top level of a job: its fences carry what it raised
-            self._end_failed(error)
+            with self._runtime.on(self._stream):
+                for fence in self._after:
+                    if isinstance(fence, CudaFence) and _is_recorded(fence):
+                        self._runtime.order(self._stream, fence.event)
+                try:
+                    self._queue()
+                except BaseException as error:  # noqa: BLE001 - its fences carry what it raised
+                    self._end_failed(error)
+        except BaseException as lost:  # noqa: BLE001 - nothing can be queued any more, so nothing moves any more
+            self.recording.fail(lost)
 
     def _queue(self) -> None:
+        for fence in self._after:
+            if not isinstance(fence, CudaFence):
+                fence.block()  # it has passed, so this can only raise
+            elif fence.error is not None:
+                raise fence.error
         plan = self._plan
         if self._is_to_device:
             source, target, sources, targets = plan.arena, plan.kv, plan.host_pages, plan.device_pages
         else:
             source, target, sources, targets = plan.kv, plan.arena, plan.device_pages, plan.host_pages
-        with self._runtime.on(self._stream):
-            for fence in self._after:
-                if isinstance(fence, CudaFence):
-                    self._runtime.order(self._stream, fence.event)
-            copy_plane = self._mover(sources, targets)
-            num_layers = plan.kv.num_layers
-            for layer in range(num_layers):
-                for taken, given in zip(source.planes(layer), target.planes(layer), strict=True):
-                    copy_plane(taken, given)
-                if self.recording.num_layers == num_layers or layer == num_layers - 1:
-                    self._events.append(self._runtime.record(self._stream))
-                    self.recording.advance()
+        copy_plane = self._mover(sources, targets)
+        num_layers = plan.kv.num_layers
+        for layer in range(num_layers):
+            for taken, given in zip(source.planes(layer), target.planes(layer), strict=True):
+                copy_plane(taken, given)
+            if self.recording.num_layers == num_layers or layer == num_layers - 1:
+                self._record()
+
+    def _record(self) -> None:
+        self._events.append(self._runtime.record(self._stream))
+        self.recording.advance()
 
     def _mover(self, sources: Pages, targets: Pages) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """Return what queues these pages of one plane, called as ``mover(source, target)``."""
@@ -119,8 +133,36 @@ class CudaCopy:
         return lambda source, target: copy_runs(runtime.copy, source, target, runs, cuts)
 
     def _end_failed(self, error: BaseException) -> None:
-        # The stream may still be working on what was queued before: a fence that passed as failed while its
-        # pages are being written would give them away.
-        with contextlib.suppress(RuntimeError):  # the device is lost: nothing moves any more
-            self._runtime.synchronize(self._stream)
-        self.recording.fail(error)
+        # A fence that passed at once would give pages away that are still being written, by what was queued of
+        # this copy or by what it stays behind. So a failed layer has an event, too, and passes with it.
+        num_recorded = self.recording.num_done
+        if num_recorded < self.recording.num_layers:
+            self._events.append(self._runtime.record(self._stream))
+            self._error = num_recorded, error
+            while not self.recording.is_over:
+                self.recording.advance()
+
+
+def _is_recorded(fence: CudaFence) -> bool:
+    return fence.recording is None or fence.recording.error is None
+
+
+class CopyPoint:
+    """The point behind one layer of a copy, or behind all of it."""
+
+    __slots__ = ("_copy", "_index", "recording")
+
+    def __init__(self, copy: CudaCopy, index: int) -> None:
+        self._copy = copy
+        self._index = index
+        self.recording: LayerFence | None = LayerFence(copy.recording, index)
+
+    @property
+    def event(self) -> Event:
+        """What is recorded behind it, or behind what was done of a copy that failed before it."""
+        return self._copy.event(self._index)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it was not copied."""
+        return self._copy.error(self._index)

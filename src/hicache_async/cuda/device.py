@@ -6,13 +6,12 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
 from .._copy_queue import CopyQueue
-from .._fence import AllFences, ThreadFence, poll
+from .._fence import AllFences, ThreadFence, parts, poll
 from .._log import logger
 from .._progress import CopyProgress, LayerFence
 from .._threads import DaemonThreads
@@ -21,16 +20,19 @@ from ..config import IoMode
 from ..errors import ClosedError
 from ..memory.copying import check_plan
 from ._waiting import Event
-from .copy import CudaCopy
+from .copy import CopyPoint, CudaCopy
 from .events import EventBridge
-from .fences import CudaFence, StreamOrder
+from .fences import CudaFence, Recorded, StreamOrder
 from .pinned import PinnedMemory
 from .runtime import Runtime, Stream
 from .torch_runtime import TorchRuntime
 
+NUM_TRIES = 64
+"""Twice as many streams as torch has of a kind."""
+
 
 class CudaDevice:
-    """Copy pages on a stream of their own in each direction, queued by one thread.
+    """Copy pages on streams of their own in each direction, queued by one thread.
 
     Its fences are points on streams. To be ordered behind one costs an engine a stream wait, not a wait; a page is
     used again behind the last thing that touched it, and behind nothing else that the stream does.
@@ -58,13 +60,13 @@ class CudaDevice:
     ) -> None:
         self._runtime: Runtime = TorchRuntime(device) if runtime is None else runtime
         self._compute_stream = self._runtime.default_stream() if compute_stream is None else compute_stream
-        self._runtime.key(self._compute_stream)
         self._pinned = PinnedMemory(self._runtime)
         self._bridge = EventBridge(in_thread=low_latency)
         self._submits = DaemonThreads(1, "hicache-submit")
         self._helpers = DaemonThreads(1, "hicache-pin")
-        self._to_device = _Direction(self._runtime, self._submits, "host_to_device")
-        self._to_host = _Direction(self._runtime, self._submits, "device_to_host")
+        self._taken = {self._runtime.key(self._compute_stream)}
+        self._to_device = _Direction("host_to_device", self._line)
+        self._to_host = _Direction("device_to_host", self._line)
         self._orders: weakref.WeakValueDictionary[object, StreamOrder] = weakref.WeakValueDictionary()
         self._is_closed = False
 
@@ -109,8 +111,7 @@ class CudaDevice:
         order = self._orders.get(key)
         if order is None:
             order = self._orders[key] = StreamOrder(key)
-        event = self._runtime.record(stream)
-        return self._fence(order, order.place(), lambda: event)
+        return self._fence(order, order.place(), _EnginePoint(self._runtime.record(stream)))
 
     def host_to_device(self, plan: CopyPlan, after: Sequence[Fence]) -> Sequence[CudaFence]:
         """Queue a copy of ``plan.host_pages`` into ``plan.device_pages``; see :class:`abc.Device`.
@@ -165,8 +166,8 @@ class CudaDevice:
             return
         self._is_closed = True
         closed = ClosedError("the device was closed before this copy was queued")
-        self._to_device.queue.close(closed)
-        self._to_host.queue.close(closed)
+        self._to_device.close(closed)
+        self._to_host.close(closed)
         self._submits.shutdown()
         self._bridge.close()
         if self._to_device.is_idle and self._to_host.is_idle:
@@ -176,46 +177,85 @@ class CudaDevice:
             logger.warning("device.copies_running", pinned_bytes=self._pinned.nbytes)
         self._helpers.shutdown()
 
+    def _line(self, name: str) -> _Line:
+        # Streams are given out in turn from a few, so this one may be the engine's, or that of another line.
+        for _ in range(NUM_TRIES):
+            stream = self._runtime.new_stream()
+            if (key := self._runtime.key(stream)) not in self._taken:
+                self._taken.add(key)
+                break
+        return _Line(name, stream, key, self._submits)
+
     def _submit(
         self, direction: _Direction, plan: CopyPlan, after: Sequence[Fence], *, num_fences: int
     ) -> list[CudaFence]:
         check_plan(plan)
-        place = direction.order.place(num_fences)
-        recording = CopyProgress(num_fences, direction.name, direction, place)
+        line = direction.behind_engine if self._waits_for_engine(after) else direction.at_once
+        place = line.order.place(num_fences)
         copy = CudaCopy(
             self._runtime,
             self._pinned,
-            direction.stream,
+            line.stream,
             plan,
             after,
-            recording,
+            CopyProgress(num_fences, direction.name, line, place),
             is_to_device=direction is self._to_device,
         )
-        direction.queue.submit(copy)
+        line.queue.submit(copy)
         fences = [
-            self._fence(
-                direction.order, place + index, partial(copy.event, index), LayerFence(recording, index)
-            )
-            for index in range(num_fences)
+            self._fence(line.order, place + index, CopyPoint(copy, index)) for index in range(num_fences)
         ]
-        direction.under_way(fences[-1])
+        line.under_way(fences[-1])
         return fences
 
-    def _fence(
-        self, order: StreamOrder, place: int, event: Callable[[], Event], recording: LayerFence | None = None
-    ) -> CudaFence:
-        return CudaFence(
-            self._runtime, order, place, event, recording=recording, compute_stream=self._compute_stream
+    def _waits_for_engine(self, after: Sequence[Fence]) -> bool:
+        own = self._to_device.at_once.order, self._to_host.at_once.order
+        return any(
+            not fence.passed() and not (isinstance(fence, CudaFence) and fence.stream in own)
+            for combined in after
+            for fence in parts(combined)
         )
+
+    def _fence(self, order: StreamOrder, place: int, point: Recorded) -> CudaFence:
+        return CudaFence(self._runtime, order, place, point, compute_stream=self._compute_stream)
+
+
+class _EnginePoint:
+    """A point on a stream of the engine, recorded when it is made."""
+
+    __slots__ = ("error", "event", "recording")
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+        self.error: BaseException | None = None
+        self.recording: LayerFence | None = None
 
 
 class _Direction:
-    """One direction: its stream, what waits to be queued on it, and the copies that are not over."""
+    """The two lines of one direction: a copy that waits for the engine holds up none that does not."""
 
-    def __init__(self, runtime: Runtime, threads: DaemonThreads, name: str) -> None:
+    def __init__(self, name: str, make_line: Callable[[str], _Line]) -> None:
         self.name = name
-        self.stream = runtime.new_stream()
-        self.order = StreamOrder(runtime.key(self.stream))
+        self.at_once = make_line(name)
+        self.behind_engine = make_line(f"{name} behind the engine")
+
+    def close(self, error: BaseException) -> None:
+        """Fail what is not queued."""
+        self.at_once.queue.close(error)
+        self.behind_engine.queue.close(error)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every copy is over."""
+        return self.at_once.is_idle and self.behind_engine.is_idle
+
+
+class _Line:
+    """A stream, what waits to be queued on it, and the copies that are not over."""
+
+    def __init__(self, name: str, stream: Stream, key: Hashable, threads: DaemonThreads) -> None:
+        self.stream = stream
+        self.order = StreamOrder(key)
         self.queue = CopyQueue(threads, name)
         self._ends: deque[CudaFence] = deque()
 

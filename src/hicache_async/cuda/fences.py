@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
+from typing import Protocol
 
 from .._fence import OrderedFence
 from .._progress import LayerFence
@@ -31,64 +32,79 @@ class StreamOrder:
         return first
 
 
+class Recorded(Protocol):
+    """What a fence stands for.
+
+    Attributes:
+        event: behind it; only once it is recorded.
+        error: what failed it, once it is recorded. Its event is then behind all that was done of it.
+        recording: passes when it is recorded, fails where nothing was; None: it is recorded.
+    """
+
+    recording: LayerFence | None
+
+    @property
+    def event(self) -> Event: ...
+
+    @property
+    def error(self) -> BaseException | None: ...
+
+
 class CudaFence(OrderedFence):
     """A point on a stream.
 
     Args:
-        order: the stream's.
-        sequence: its place there.
-        event: returns what was recorded there; called only when it is.
-        recording: passes when it is recorded; None: it is. It fails where nothing was queued up to here.
+        order: the stream's; ``sequence``: its place there.
+        point: what is there.
         compute_stream: what ``block(None)`` orders.
     """
 
-    __slots__ = ("_compute_stream", "_error", "_event", "_order", "_runtime", "recording")
+    __slots__ = ("_compute_stream", "_lost", "_order", "_point", "_runtime")
 
     def __init__(
-        self,
-        runtime: Runtime,
-        order: StreamOrder,
-        sequence: int,
-        event: Callable[[], Event],
-        *,
-        recording: LayerFence | None = None,
-        compute_stream: Stream,
+        self, runtime: Runtime, order: StreamOrder, sequence: int, point: Recorded, *, compute_stream: Stream
     ) -> None:
         super().__init__(order, sequence)
         self._runtime = runtime
         self._order = order
-        self._event = event
+        self._point = point
         self._compute_stream = compute_stream
-        self._error: BaseException | None = None
-        self.recording = recording
+        self._lost: RuntimeError | None = None
 
     def __repr__(self) -> str:
-        state = "failed" if self.error is not None else "passed" if self.passed() else "open"
+        state = "open" if not self.passed() else "passed" if self.error is None else "failed"
         return f"<{type(self).__name__} {self._order.key} #{self.sequence} {state}>"
 
     @property
-    def error(self) -> BaseException | None:
-        """What failed here, as far as that is known."""
-        return self._error or (None if self.recording is None else self.recording.error)
+    def recording(self) -> LayerFence | None:
+        """Passes when a stream can be ordered behind this fence; None: it can."""
+        return self._point.recording
 
     @property
     def event(self) -> Event:
         """What is recorded here. Only once ``recording`` has passed."""
-        return self._event()
+        return self._point.event
+
+    @property
+    def error(self) -> BaseException | None:
+        """What failed here, as far as that is known."""
+        if self.recording is not None and self.recording.error is not None:
+            return self.recording.error
+        return self._lost or self._point.error
 
     def passed(self) -> bool:
-        """Return whether the stream has come this far, or has failed. Never blocks; any thread."""
+        """Return whether the stream has come this far, or is lost. Never blocks; any thread."""
         if self.recording is not None:
             if not self.recording.passed():
                 return False
             if self.recording.error is not None:
                 return True
-        if self._error is not None or self._order.passed >= self.sequence:
+        if self._lost is not None or self._order.passed >= self.sequence:
             return True
         try:
             passed = self.event.query()
         except RuntimeError as lost:  # the device has failed, and will say so for ever
-            self._error = lost
+            self._lost = lost
             return True
         if passed:
             self._order.passed = max(self._order.passed, self.sequence)
@@ -104,6 +120,6 @@ class CudaFence(OrderedFence):
         """
         if self.recording is not None:
             self.recording.block()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         self._runtime.order(self._compute_stream if stream is None else stream, self.event)

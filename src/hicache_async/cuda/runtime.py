@@ -26,7 +26,7 @@ class Runtime(Protocol):
         ...
 
     def new_stream(self) -> Stream:
-        """Return a stream of its own."""
+        """Return a stream; one that was returned before, or is somebody's, where these are taken in turn from a few."""
         ...
 
     def default_stream(self) -> Stream:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from .._fence import combine, resolve
+from .._fence import resolve
 from ..abc import Fence
 from ..core.holding import Holding
 from ..core.page_table import PageTable
@@ -143,22 +143,19 @@ class DeviceRoom:
         grant = self.grant(missing) if may_have else Grant(NO_PAGES)
         if len(grant.pages) < missing:
             got = len(grant.pages)
-            self._give_back(grant)
+            ctx.device_pool.give_back(grant, Owner.LEASE)
             raise CapacityError(
                 f"{missing} more device pages are needed to hold {total_pages}, {got} of "
                 f"{ctx.device_pool.capacity} can be had: preempt a request (release its lease) and try again"
             )
         holding.table.reserve(grant)
         if from_step:
-            holding.table.reserve(Grant(self.step.take_reserved(from_step), list(self.step.fences)))
+            holding.table.reserve(self.step.take_reserved(from_step))
 
     def place(self, holding: Holding, total_pages: int) -> Allocation:
         """Hand out what is reserved for ``holding``, until it holds ``total_pages``."""
         table = holding.table
         return Allocation(table.place(total_pages), table.open_fence(), self._ctx.kv.compute_stream)
-
-    def _give_back(self, grant: Grant) -> None:
-        self._ctx.device_pool.free(grant.pages, Owner.LEASE, after=combine(grant.after))
 
     async def wait(self, holding: Holding, total_pages: int) -> None:
         """As :meth:`ensure`, but wait in turn while somebody can still give pages back.

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from structlog.typing import FilteringBoundLogger
@@ -30,6 +29,7 @@ from ..metrics import Metrics
 from ..types import Pages, State, Tier
 from .admission import Admission
 from .deadlines import Deadlines
+from .waiting import end_of
 
 if TYPE_CHECKING:
     from .charge import Charge
@@ -198,9 +198,7 @@ class Context:
         agreeing = self.loop.create_task(self.ranks.agree(ticket, vote, patient=patient))
         try:
             while not agreeing.done():
-                settled: asyncio.Future[None] = self.loop.create_future()
-                agreeing.add_done_callback(partial(_seen, settled))
-                await self.until(settled)
+                await self.until(end_of(agreeing))
             return agreeing.result()
         except ConsensusError as lost:
             self.lose_ranks(lost)  # those who were told first have mostly done that
@@ -260,12 +258,6 @@ def leave_ranks(ctx: Context) -> None:
     """Tell the other ranks, if there are any, that this one votes no more."""
     if ctx.ranks.size > 1 and ctx.leaving is None:
         ctx.leaving = ctx.loop.create_task(ctx.ranks.aclose(), name="hicache:leave-ranks")
-
-
-def _seen(settled: asyncio.Future[None], agreeing: asyncio.Task[Sequence[int]]) -> None:
-    if not agreeing.cancelled():
-        agreeing.exception()
-    resolve(settled)
 
 
 def consensus_error(lost: ConsensusError | None) -> ConsensusError:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from .._fence import parts, resolve
+from .._fence import combine, parts, resolve
 from .._hop import Hop
 from .._log import logger
 from ..abc import Fence, SupportsRecording
@@ -21,6 +21,7 @@ from ..types import Pages, State, Tier
 from .allocate import DeviceRoom
 from .context import Context, Pinned, consensus_error, copy_plan, leave_ranks
 from .readiness import open_fences, settle_ready, wait_fence
+from .waiting import end_of
 
 
 @dataclass(slots=True, eq=False)
@@ -211,11 +212,19 @@ class Loads:
         """Return when a stream can be ordered behind every layer of ``loading``.
 
         To wait for a fence of a stream that was never recorded is no wait at all: what is computed then is garbage.
-        Cancellation: ends the wait only.
+        Raises: ClosedError: the cache is closing. Cancellation: ends the wait only.
         """
-        device = self._ctx.device
-        if loading._fences and isinstance(device, SupportsRecording):
-            await device.recorded([fence for fences in loading._fences for fence in fences])
+        ctx = self._ctx
+        if not loading._fences or not isinstance(ctx.device, SupportsRecording):
+            return
+        fences = [fence for fences in loading._fences for fence in fences]
+        recording = ctx.loop.create_task(ctx.device.recorded(fences))
+        try:
+            while not recording.done():
+                await ctx.until(end_of(recording))
+            recording.result()
+        finally:
+            recording.cancel()
 
     def _host_pages(self, match: Match) -> int:
         num_pages = match.local_pages - match.device_pages
@@ -305,9 +314,9 @@ class Loads:
     def _copy(self, holding: Holding, nodes: Sequence[Node], *, slot: bool) -> bool:
         ctx, tree = self._ctx, self._ctx.tree
         host_pages = pages_of(nodes, Tier.HOST)
-        targets = holding.table.reserved[: len(host_pages)]
-        plan = copy_plan(ctx, targets, host_pages)
-        after = [*open_fences(nodes, Tier.HOST), *parts(holding.table.open_fence())]
+        grant = holding.table.first_reserved(len(host_pages))
+        plan = copy_plan(ctx, targets := grant.pages, host_pages)
+        after = [*open_fences(nodes, Tier.HOST), *parts(combine(grant.after))]
         fences = ctx.attempt(lambda: ctx.device.host_to_device(plan, after))
         if fences is None:
             return False

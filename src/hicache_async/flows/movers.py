@@ -43,6 +43,8 @@ class Movers:
         self._forwards: set[Hop[None]] = set()
         self._behind_forwards: set[Node] = set()
         """Ends of paths that the write policy sees again when the forwards that write into them are over."""
+        self._preempted: set[Node] = set()
+        """Those of them that go to the host whatever the policy."""
 
     def committed(self, holding: Holding) -> None:
         """Count the hit and let the write policy act on the committed path."""
@@ -66,6 +68,11 @@ class Movers:
             self.offloads.offload_path(end, min_hits=min_hits)
         self.back_up(end)
 
+    def fence(self, stream: object | None = None) -> Fence:
+        """Return a fence behind what ``stream`` has queued; None: what the engine computes on."""
+        ctx = self.ctx
+        return ctx.device.fence(ctx.kv.compute_stream if stream is None else stream)
+
     def hold(self, end: Node, fence: Fence) -> None:
         """Keep the device pages up to ``end`` until the forward behind ``fence`` is over; then the policy acts.
 
@@ -77,12 +84,17 @@ class Movers:
     def _forward_over(self, hop: Hop[None], end: Node) -> None:
         self._forwards.discard(hop)
         ends, self._behind_forwards = {end, *self._behind_forwards}, set()
+        preempted, self._preempted = self._preempted, set()
+        for each in preempted:
+            self.preempt(each.reachable())
         for each in ends:
             self._apply_write_policy(each.reachable())
         self.released()
 
     def preempt(self, end: Node) -> None:
-        """Copy the path to ``end`` to the host whatever the policy; what a forward still writes, behind that."""
+        """Copy the path to ``end`` to the host whatever the policy; what a forward still writes, when that is over."""
+        if any(awaits_engine(node) for node in end.path()):
+            self._preempted.add(end)
         self.offloads.offload_path(end, min_hits=0)
         for node in end.path():
             node.hits = max(node.hits, ENOUGH_COMMITS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from .._fence import ThreadFence, engine_fence_in
+from .._fence import ThreadFence
 from .._hop import Hop
 from ..abc import Fence
 from ..core.node import Node
@@ -36,8 +36,8 @@ def _forward_over(
 
 
 def awaits_engine(node: Node) -> bool:
-    """Return whether device bytes of ``node`` are still to come from a forward of the engine."""
-    return any(engine_fence_in(fence) is not None for fence in node.device.ready)
+    """Return whether bytes of ``node``, which the host has not, are still to come from a forward of the engine."""
+    return node.host.pages is None and any(not fence.passed() for fence in node.device.ready)
 
 
 async def wait_fence(ctx: Context, fence: Fence) -> None:

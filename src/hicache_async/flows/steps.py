@@ -21,6 +21,7 @@ from .._fence import resolve
 from ..errors import ConsensusError, LeaseError
 from .allocate import DeviceRoom
 from .context import Context, consensus_error
+from .waiting import end_of
 
 NEVER = 1 << 62
 """A step that no engine reaches; step numbers are voted for as their distance to it."""
@@ -131,7 +132,7 @@ class Steps:
             elif agreed is not None:
                 self._granted = agreed[1]
         while returning := [self._returning[load] for load in self._due() if load in self._returning]:
-            await ctx.until(_after(returning[0]))
+            await ctx.until(end_of(returning[0]))
         self._is_open = False
         self._device_room.trim_step(self._granted)
         self.check_loss()
@@ -151,13 +152,6 @@ class Steps:
 
 def _entered_before() -> None:
     pass
-
-
-def _after(returning: asyncio.Future[None]) -> asyncio.Future[None]:
-    # What a task waits for is cancelled with it, and resolved by a failure: neither may end what others wait for.
-    returned: asyncio.Future[None] = returning.get_loop().create_future()
-    returning.add_done_callback(lambda _: resolve(returned))
-    return returned
 
 
 def again(ticket: bytes) -> bytes:

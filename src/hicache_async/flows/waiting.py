@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TypeVar
 
 from .._fence import resolve
+
+T = TypeVar("T")
 
 Waiters = list[asyncio.Future[None]]
 
@@ -23,3 +26,16 @@ def wake(waiters: Waiters) -> None:
     """Let all who wait now go on."""
     for waiter in waiters:
         resolve(waiter)
+
+
+def end_of(work: asyncio.Future[T]) -> asyncio.Future[None]:
+    """Return a future of one's own for the end of ``work``, to which it is nothing if that is cancelled or resolved."""
+    ended: asyncio.Future[None] = work.get_loop().create_future()
+
+    def over(work: asyncio.Future[T]) -> None:
+        if not work.cancelled():
+            work.exception()  # seen, whoever asks for the result
+        resolve(ended)
+
+    work.add_done_callback(over)
+    return ended
