@@ -16,7 +16,7 @@ import uvloop
 
 from hicache_async.cuda.events import EventBridge
 
-from .harness import Benchmark, Record, counted
+from .harness import Benchmark, Param, Record, counted
 
 OUTSTANDING = (1, 100, 1000)
 NUM_STREAMS = 2
@@ -95,6 +95,21 @@ async def costs(bridge: EventBridge | None, num_outstanding: int, seconds: float
     return Costs(cpu_s / max(1, len(late_s)), statistics.median(late_s or [0.0]), max(lags_s))
 
 
+async def idle_looks(bridge: EventBridge, seconds: float) -> int:
+    """Return how often an event is asked, or is about to be, while nothing waits any more."""
+    event = ClockEvent(time.perf_counter() + 2 * SLEEP_S)
+    await bridge.wait(event)
+    asked = bridge.num_queries
+    is_polling = bridge.is_polling and not await _comes_to_rest(bridge)
+    await asyncio.sleep(seconds)
+    return bridge.num_queries - asked + is_polling
+
+
+async def _comes_to_rest(bridge: EventBridge) -> bool:
+    await asyncio.sleep(10 * SLEEP_S)  # a thread sees a moment later that nothing waits
+    return not bridge.is_polling
+
+
 async def records(quick: bool) -> AsyncIterator[Record]:
     """Measure each number of outstanding waits on each loop; in threads, for loops of their own."""
     for loop in LOOPS:
@@ -102,6 +117,8 @@ async def records(quick: bool) -> AsyncIterator[Record]:
             for mode in ("loop", "thread"):
                 for record in await asyncio.to_thread(_measure, loop, num_outstanding, mode, quick):
                     yield record
+        for mode in ("loop", "thread"):
+            yield await asyncio.to_thread(_measure_idle, loop, mode, quick)
 
 
 def _measure(loop: str, num_outstanding: int, mode: str, quick: bool) -> list[Record]:
@@ -133,6 +150,19 @@ def _measure(loop: str, num_outstanding: int, mode: str, quick: bool) -> list[Re
             ("latency", "late_s", {"lag_over_baseline_ms": lag_s * 1000}),
         )
     ]
+
+
+def _measure_idle(loop: str, mode: str, quick: bool) -> Record:
+    seconds = 0.05 if quick else 1.0
+    bridge = EventBridge(in_thread=mode == "thread")
+    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+        num_looks = runner.run(idle_looks(bridge, seconds))
+    bridge.close()
+    floor = seconds / SLEEP_S
+    params: dict[str, Param] = {"loop": loop, "mode": mode}
+    return counted(
+        "bridge.idle_timers", params, num_looks, floor, floor_name="a timer of 1 ms", unit="timers"
+    )
 
 
 BENCHMARKS = [Benchmark("bridge", records)]

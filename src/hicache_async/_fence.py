@@ -149,6 +149,11 @@ class OrderedFence:
         self.stream = stream
         self.sequence = sequence
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a stream can be ordered behind it, or it has failed; it can where nothing is recorded later."""
+        return True
+
     def passed(self) -> bool:
         """Return whether everything before it has been done, or has failed. Never blocks; any thread."""
         raise NotImplementedError

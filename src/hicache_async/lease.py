@@ -219,13 +219,16 @@ class PrefixLease:
         loading, step = await movers.loads.load(
             holding, total, ticket, priority=priority, step=movers.steps.vote
         )
-        self._loaded(loading)
+        books = self._loaded(loading)
         self._announce_end = end_page
         movers.steps.agreed(self, step, ticket, self._enter_step)
         try:
             await movers.loads.recorded(loading)
+            self._check_live()
         finally:
             movers.steps.returned(self)
+        self._books = books
+        movers.ctx.metrics.book(books)
         return loading
 
     def _enter_step(self) -> None:
@@ -239,16 +242,16 @@ class PrefixLease:
         ctx = self._movers.ctx
         return ctx.ranks.size > 1 and ctx.ranks_lost is None and self._holding.loaded
 
-    def _loaded(self, loading: Loading) -> None:
+    def _loaded(self, loading: Loading) -> Books:
         ctx, holding = self._movers.ctx, self._holding
-        self._books = books = books_of(holding, loading, self._prefetch, ctx.page_tokens)
-        ctx.metrics.book(books)
+        books = books_of(holding, loading, self._prefetch, ctx.page_tokens)
         if self._prefetch is not None:
             self._prefetch.give_up_charges()
         holding.unpin_host()
         self.device_tokens = self.local_tokens = loading.tokens
         if holding.device_end is not None and ctx.reuses:
             self._movers.back_up(holding.device_end)
+        return books
 
     # Computing the rest
 

@@ -146,7 +146,7 @@ async def test_a_load_that_copies_nothing_does_not_wait(open_held: Holding) -> N
 
 
 async def test_a_lease_released_while_its_load_waits(open_held: Holding) -> None:
-    """Its load returns when it is recorded, the pages are the tree's by then, and nothing is lost."""
+    """Its load says so when it is recorded; the pages are the tree's by then, and nothing is lost."""
     rig = await open_held("abc")
     lease = rig.lease("abc")
     loads = await held_back(lease)
@@ -154,9 +154,11 @@ async def test_a_lease_released_while_its_load_waits(open_held: Holding) -> None
     rig.cache.audit()
     rig.virtual.record()
     await turns()
-    assert loads.done()
+    with pytest.raises(LeaseError):
+        loads.result()
+    assert rig.cache.stats().host_tokens == 0, "nobody was served"
     rig.virtual.advance_all()
-    await loads.result().finished()
+    await turns()
     await check_serves(rig, "abc", 12)
 
 

@@ -81,6 +81,11 @@ class CudaFence(OrderedFence):
         return self._point.recording
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether a stream can be ordered behind it, or it has failed."""
+        return self.recording is None or self.recording.passed()
+
+    @property
     def event(self) -> Event:
         """What is recorded here. Only once ``recording`` has passed."""
         return self._point.event

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from .._fence import combine, parts, resolve
+from .._fence import OrderedFence, combine, parts, resolve
 from .._hop import Hop
 from .._log import logger
 from ..abc import Fence, SupportsRecording
@@ -214,11 +214,14 @@ class Loads:
         To wait for a fence of a stream that was never recorded is no wait at all: what is computed then is garbage.
         Raises: ClosedError: the cache is closing. Cancellation: ends the wait only.
         """
-        ctx = self._ctx
-        if not loading._fences or not isinstance(ctx.device, SupportsRecording):
-            return
+        ctx, device = self._ctx, self._ctx.device
         fences = [fence for fences in loading._fences for fence in fences]
-        recording = ctx.loop.create_task(ctx.device.recorded(fences))
+        if all(fence.is_recorded for fence in fences if isinstance(fence, OrderedFence)):
+            return
+        assert isinstance(device, SupportsRecording), (
+            f"{device!r} has fences that nobody can wait to be recorded"
+        )
+        recording = ctx.loop.create_task(device.recorded(fences))
         try:
             while not recording.done():
                 await ctx.until(end_of(recording))
