@@ -256,8 +256,9 @@ async def test_a_cache_that_could_not_copy_does_not_open(cuda: FakeCuda, device:
 async def test_a_request_is_served_by_streams_alone(cuda: FakeCuda) -> None:
     """A prompt is computed on the compute stream, leaves the device, comes back, and is read behind its layers."""
     compute = cuda.new_user_stream("compute")
-    device = CudaDevice(runtime=cuda, compute_stream=compute)
-    kv = make_kv(8)
+    device = CudaDevice(runtime=cuda)  # its default is another stream: the one that the tensors name counts
+    cuda.hold(cuda.default)
+    kv = make_kv(8, compute_stream=compute)
     planes = [plane for layer in range(kv.num_layers) for plane in kv.planes(layer)]
     options = {
         "page_size": kv.page_size,
@@ -271,7 +272,7 @@ async def test_a_request_is_served_by_streams_alone(cuda: FakeCuda) -> None:
         with cache.match_prefix("first", prompt) as lease:
             await lease.load()
             allocation = lease.allocate_nowait(num_tokens)
-            allocation.block(compute)
+            allocation.block()
             for plane in planes:
                 for number, page in enumerate(allocation.pages.tolist()):
                     cuda.queue_write(compute, plane[page], 10 + number)
@@ -286,7 +287,7 @@ async def test_a_request_is_served_by_streams_alone(cuda: FakeCuda) -> None:
             assert (loading.tokens, loading.loaded_tokens, loading.done) == (num_tokens, num_tokens, False)
             seen = []
             for layer in range(kv.num_layers):
-                await asyncio.to_thread(loading.block, layer, compute)
+                await asyncio.to_thread(loading.block, layer)
                 seen += [cuda.queue_read(compute, plane) for plane in kv.planes(layer)]
             cuda.hold(device._to_device.at_once.stream, held=False)
             await to_end(device, cache.fence())
