@@ -19,29 +19,8 @@ class Event(Protocol):
         ...
 
 
-class Waiter:
-    """One that waits for one event; ``wanted`` until it gave up."""
-
-    __slots__ = ("event", "reached", "sequence", "stream", "wanted")
-
-    def __init__(self, event: Event, stream: Hashable, sequence: int, reached: asyncio.Future[None]) -> None:
-        self.event = event
-        self.stream = stream
-        self.sequence = sequence
-        self.reached = reached
-        self.wanted = True
-
-    def settle(self) -> None:
-        """Let it go on; one that was cancelled and does not know it yet stays cancelled."""
-        self.wanted = False
-        if not self.reached.done():
-            self.reached.set_result(None)
-
-    def fail(self, error: Exception) -> None:
-        """Let it raise ``error``."""
-        self.wanted = False
-        if not self.reached.done():
-            self.reached.set_exception(error)
+Waiter = tuple[int, Event, asyncio.Future[None]]
+"""The place of an event on its stream, the event, and what is resolved when it has completed; done before: given up."""
 
 
 class WaitingEvents:
@@ -63,31 +42,29 @@ class WaitingEvents:
         """How many waiters there are, without those that gave up."""
         return self._num_waiters
 
-    def add(self, waiter: Waiter) -> None:
-        """Queue ``waiter``: behind those of its stream that have no higher sequence."""
+    def add(self, stream: Hashable, sequence: int, event: Event, reached: asyncio.Future[None]) -> None:
+        """Queue a waiter: behind those of its stream that have no higher sequence."""
         self._num_waiters += 1
-        queue = self._queues.get(waiter.stream)
+        waiter = sequence, event, reached
+        queue = self._queues.get(stream)
         if queue is None:
-            self._queues[waiter.stream] = deque((waiter,))
+            self._queues[stream] = deque((waiter,))
             return
-        if queue[-1].sequence <= waiter.sequence:
+        if queue[-1][0] <= sequence:
             queue.append(waiter)
             return
         index = len(queue) - 1
-        while index and queue[index - 1].sequence > waiter.sequence:
+        while index and queue[index - 1][0] > sequence:
             index -= 1
         queue.insert(index, waiter)
 
     def is_behind(self, stream: Hashable, sequence: int) -> bool:
         """Return whether somebody waits for an event of ``stream`` that completes before ``sequence``."""
         queue = self._queues.get(stream)
-        return queue is not None and queue[0].sequence <= sequence  # an empty queue is not kept
+        return queue is not None and queue[0][0] <= sequence  # an empty queue is not kept
 
-    def give_up(self, waiter: Waiter) -> None:
-        """Take back a waiter; does nothing where it has been settled."""
-        if not waiter.wanted:
-            return
-        waiter.wanted = False
+    def gave_up(self) -> None:
+        """Take note that a waiter was cancelled. A device that hangs must not collect them."""
         self._num_waiters -= 1
         self._num_given_up += 1
         if not self._num_waiters:
@@ -100,11 +77,11 @@ class WaitingEvents:
         """Return whether there is something to settle. Any thread."""
         for queue in tuple(self._queues.values()):
             try:
-                head = queue[0]
+                _, event, reached = queue[0]
             except IndexError:  # the other thread has just settled it
                 continue
             try:
-                if not head.wanted or head.event.query():
+                if reached.done() or event.query():
                     return True
             except Exception:  # noqa: BLE001 - a device that failed; who settles it says so
                 return True
@@ -121,24 +98,24 @@ class WaitingEvents:
 
     def _settle_stream(self, queue: deque[Waiter]) -> None:
         while queue:
-            head = queue[0]
-            if head.wanted:
+            _, event, reached = queue[0]
+            if reached.done():
+                self._num_given_up -= 1  # before or after it takes note of that itself
+            else:
                 self.num_queries += 1
                 try:
-                    if not head.event.query():
+                    if not event.query():
                         return
                 except Exception as failure:  # noqa: BLE001 - a device that failed; who waits raises it
-                    head.fail(failure)
+                    reached.set_exception(failure)
                 else:
-                    head.settle()
+                    reached.set_result(None)
                 self._num_waiters -= 1
-            else:
-                self._num_given_up -= 1
             queue.popleft()
 
     def _sweep(self) -> None:
         for stream, queue in tuple(self._queues.items()):
-            wanted = deque(waiter for waiter in queue if waiter.wanted)
+            wanted = deque(waiter for waiter in queue if not waiter[2].done())
             if wanted:
                 self._queues[stream] = wanted
             else:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 
 from .._threads import DaemonThreads, post_to_loop
 from ..errors import ConfigError, WrongLoopError
-from ._waiting import Event, Waiter, WaitingEvents
+from ._waiting import Event, WaitingEvents
 
 TIMER_S = 0.001
 """epoll rounds a shorter timer up to this, and uvloop rounds it down to a busy loop."""
@@ -79,18 +79,19 @@ class EventBridge:
         Raises: what ``query()`` raises. WrongLoopError: the bridge serves another loop.
         Cancellation: ends the wait only, and the timer with the last one.
         """
-        poller = self._bind()
-        if not self._waiting.is_behind(stream, sequence) and event.query():
+        waiting, poller = self._waiting, self._bind()
+        if not waiting.is_behind(stream, sequence) and event.query():
             return
-        waiter = Waiter(event, stream, sequence, poller.loop.create_future())
-        self._waiting.add(waiter)
+        reached: asyncio.Future[None] = poller.loop.create_future()
+        waiting.add(stream, sequence, event, reached)
         poller.wake()
         try:
-            await waiter.reached
+            await reached
         except asyncio.CancelledError:
-            self._waiting.give_up(waiter)
-            if not self._waiting:
-                poller.rest()
+            if reached.cancelled():  # else it had just been settled
+                waiting.gave_up()
+                if not waiting:
+                    poller.rest()
             raise
 
     def close(self) -> None:
