@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import structlog
+
 if not __package__:  # started by its path, from where its neighbours would be found as modules of the system
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -134,6 +136,7 @@ def main(
 
 
 if __name__ == "__main__":
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     status = main()
     if threading.active_count() > 1:  # a part hangs, and to leave as usual would wait for the GPU
         os._exit(status)

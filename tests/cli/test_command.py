@@ -8,6 +8,7 @@ import pty
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 from pathlib import Path
 
@@ -92,8 +93,12 @@ def test_a_traceback_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch,
         hicache("ls", "broken:a")
 
 
-def test_a_store_that_logs_leaves_the_output_alone(hicache: Hicache) -> None:
+def test_a_store_that_logs_leaves_the_output_alone(
+    hicache: Hicache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Standard output is for results: the document can be parsed whatever a store has to say."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"hicache-{os.getuid()}").mkdir(mode=0o700)
     ended = hicache("stat", "file:", "--format", "json")
     assert ended.status == 0 and ended.json["kind"] == "FileStore"
 

@@ -188,11 +188,11 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def local_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that gives out what had returned on this rank when it was asked for."""
+    """A step that gives out what was agreed on this rank when it was asked for."""
     begin = Steps.begin
     here: dict[Steps, dict[object, Callable[[], None]]] = {}
 
-    def returned_here(
+    def agreed_here(
         steps: Steps, load: object, agreed: int, ticket: bytes, on_enter: Callable[[], None]
     ) -> None:
         here.setdefault(steps, {})[load] = on_enter
@@ -205,7 +205,7 @@ def local_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         return pages, [load for load in mine if not load._holding.released]  # type: ignore[attr-defined]
 
     monkeypatch.setattr(Steps, "begin", begin_here)
-    monkeypatch.setattr(Steps, "returned", returned_here)
+    monkeypatch.setattr(Steps, "agreed", agreed_here)
 
 
 def own_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,10 +311,13 @@ class _Lists(_Tiers):
 
 
 class _Stats(_Tiers):
-    """Ask both for sizes."""
+    """Ask both for sizes and times."""
 
     async def stat(self, keys: Sequence[str]) -> Sequence[ObjectStat | None]:
         """Return for each key what is known of its object; None: there is none, or it cannot be one.
+
+        Of an object in both tiers it is the later time: a write reaches the fast one after it has returned, and a
+        read may reach that one alone.
 
         Raises: what the slow tier raised, where the fast one has none of them.
         """
@@ -324,16 +327,19 @@ class _Stats(_Tiers):
         except Exception as error:
             if not is_fault(error):
                 raise
-        lacking = [item for item, stat in enumerate(stats) if stat is None]
         try:
-            found = await cast("SupportsStat", self.slow).stat([keys[item] for item in lacking])
+            found = await cast("SupportsStat", self.slow).stat(keys)
         except Exception as error:
-            if not is_fault(error) or len(lacking) == len(keys):
+            if not is_fault(error) or not any(stats):
                 raise
             return stats
-        for item, stat in zip(lacking, found, strict=True):
-            stats[item] = stat
-        return stats
+        return [_later(*both) for both in zip(found, stats, strict=True)]
+
+
+def _later(one: ObjectStat | None, other: ObjectStat | None) -> ObjectStat | None:
+    if one is None or other is None:
+        return one or other
+    return max(one, other, key=lambda stat: stat.modified_s)
 
 
 class _ListsNamespaces(_Tiers):
