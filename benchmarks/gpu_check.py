@@ -87,6 +87,7 @@ def _run(part: Part, gpu: Gpu, sizes: Sizes, add: Callable[[Row], None]) -> None
             async with contextlib.aclosing(part.rows(gpu, sizes)) as rows, asyncio.timeout(part.budget_s):
                 async for row in rows:
                     add(row)
+                    await asyncio.sleep(0)  # a part that waits for nothing is given up here
         finally:
             gpu.synchronize()  # what it still used may be given to the next one
 

@@ -154,6 +154,13 @@ class OrderedFence:
         """Whether a stream can be ordered behind it, or it has failed; it can where nothing is recorded later."""
         return True
 
+    def ordering(self) -> OrderedFence:
+        """Return a fence of the same place that only orders: to block on it never raises what failed here.
+
+        For who uses pages again, and not the bytes that came or went: these have a failure of their own.
+        """
+        return self
+
     def passed(self) -> bool:
         """Return whether everything before it has been done, or has failed. Never blocks; any thread."""
         raise NotImplementedError

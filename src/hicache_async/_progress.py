@@ -110,12 +110,13 @@ class CopyProgress:
 class LayerFence(OrderedFence):
     """Passed when the layers of a copy up to and including one have moved, or have failed."""
 
-    __slots__ = ("layer", "progress")
+    __slots__ = ("_only_orders", "layer", "progress")
 
-    def __init__(self, progress: CopyProgress, layer: int) -> None:
+    def __init__(self, progress: CopyProgress, layer: int, *, only_orders: bool = False) -> None:
         super().__init__(progress.stream, progress.first_sequence + layer)
         self.progress = progress
         self.layer = layer
+        self._only_orders = only_orders
 
     def __repr__(self) -> str:
         state = "open" if not self.passed() else "passed" if self.error is None else "failed"
@@ -124,7 +125,11 @@ class LayerFence(OrderedFence):
     @property
     def error(self) -> BaseException | None:
         """What failed this layer, if anything did."""
-        return None if self.progress.num_done > self.layer else self.progress.error
+        return None if self._only_orders or self.progress.num_done > self.layer else self.progress.error
+
+    def ordering(self) -> LayerFence:
+        """Return a fence of the same place that raises nothing."""
+        return type(self)(self.progress, self.layer, only_orders=True)
 
     def passed(self) -> bool:
         """Return whether the layer has moved or failed. Never blocks; any thread."""

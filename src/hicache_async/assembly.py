@@ -159,6 +159,7 @@ async def _assemble(parts: Parts, owned: Owned, on_freed: Callable[[], None]) ->
     check_group(config, ranks)
     if isinstance(device, SupportsPreparation):
         await device.prepare(kv, config.io_mode)
+        device.fence(kv.compute_stream)  # one that is no stream is refused here, not by a request
     buffer = await device.host_buffer(HostArena.nbytes_needed(kv, num_host_pages))
     arena = HostArena(
         kv,

@@ -232,7 +232,7 @@ class HiCache:
     def fence(self, stream: object | None = None) -> Fence:
         """Return a fence behind what ``stream`` has queued; None: the engine's compute stream."""
         self._check_open()
-        return self._movers.fence(stream)
+        return self._movers.fence() if stream is None else self._ctx.device.fence(stream)
 
     def host_fence(self) -> HostFence:
         """Return a fence that the engine sets when its forward, in a thread, is over.

@@ -13,6 +13,7 @@ import torch
 from hicache_async import CacheConfig, HiCache, Tier
 from hicache_async._fence import ThreadFence
 from hicache_async.cuda import CudaDevice
+from hicache_async.cuda.lines import MAX_LINES
 from hicache_async.errors import ConfigError
 from hicache_async.testing._device_bench import DEVICE_PAGES, HOST_PAGES, Bench, device_page, host_page
 from tests.cuda.fake_cuda import FakeCuda
@@ -46,7 +47,7 @@ async def test_a_submit_queues_nothing_in_the_calling_thread(cuda: FakeCuda, ben
 async def test_recorded_waits_for_every_layer(cuda: FakeCuda, device: CudaDevice, bench: Bench) -> None:
     """Behind a fence of a thread nothing is recorded; then all is, though the stream has not begun to move."""
     tiers = await bench.tiers()
-    stream = device._to_device.behind_engine.stream
+    stream = device._to_device.line_for("threads").stream
     cuda.hold(stream)
     gate = ThreadFence(asyncio.get_running_loop())
     fences = bench.load(tiers.plan([0], [0]), gate)
@@ -156,12 +157,33 @@ async def test_a_copy_that_waits_for_the_engine_holds_up_no_other(
     await to_end(device, bench.load(tiers.plan([5], [5]))[-1], bench.offload(tiers.plan([6], [6])))
     assert not any(fence.passed() for fence in waiting)
     gate.set()
-    await to_end(device, waiting[1])
+    await to_end(device, waiting[1], waiting[2])
     assert not waiting[0].passed() and not waiting[3].passed()
     cuda.hold(cuda.default, held=False)
     await to_end(device, *waiting)
     on_device = {0: host_page(0), 2: device_page(1), 5: host_page(5)}
     tiers.check(on_device, {6: device_page(6), 9: device_page(1), 10: host_page(0)})
+
+
+async def test_copies_behind_different_streams_hold_up_none_of_each_other(
+    cuda: FakeCuda, device: CudaDevice, bench: Bench
+) -> None:
+    """One for a long kernel, one for a short one: each begins when its own has ended."""
+    tiers = await bench.tiers()
+    streams = [cuda.new_user_stream(f"engine {number}") for number in range(MAX_LINES)]
+    for stream in streams:
+        cuda.hold(stream)
+    loads = [
+        bench.load(tiers.plan([page], [page]), device.fence(stream)) for page, stream in enumerate(streams)
+    ]
+    for number in (3, 1):
+        cuda.hold(streams[number], held=False)
+        await to_end(device, loads[number][-1])
+        assert not loads[0][-1].passed()
+    for stream in streams:
+        cuda.hold(stream, held=False)
+    await to_end(device, *(fences[-1] for fences in loads))
+    tiers.check({page: host_page(page) for page in range(MAX_LINES)}, {})
 
 
 async def test_streams_are_its_own(cuda: FakeCuda) -> None:
@@ -171,7 +193,7 @@ async def test_streams_are_its_own(cuda: FakeCuda) -> None:
     cuda.new_stream = lambda: next(turns)  # type: ignore[method-assign]
     device = CudaDevice(runtime=cuda, compute_stream=few[2])
     directions = device._to_device, device._to_host
-    streams = [line.stream for each in directions for line in (each.at_once, each.behind_engine)]
+    streams = [direction.line_for(name).stream for direction in directions for name in (None, "threads")]
     assert {stream.name for stream in streams} == {f"stream {number}" for number in (0, 1, 3, 4)}
     await device.aclose()
 

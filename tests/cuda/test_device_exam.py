@@ -8,11 +8,15 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
+from hicache_async import CacheConfig, HiCache
+from hicache_async.cuda import CudaDevice
+from hicache_async.errors import WrongLoopError
 from hicache_async.stores import MemoryStore
 from hicache_async.testing.cancel_exam import check_cancellation
 from hicache_async.testing.device_exam import CHECKS, check_device
 from hicache_async.testing.fault_exam import check_store_faults
-from tests.cuda.fake_cuda import FakeCudaDevice
+from tests.cuda.fake_cuda import FakeCuda, FakeCudaDevice
+from tests.flows.rig import make_kv
 from tests.testing.loops import LOOPS, each_loop
 
 
@@ -64,3 +68,19 @@ def test_a_share_of_all_faults(io_mode: str) -> None:
         share=0.02,
     )
     assert report.calls > 25
+
+
+def test_another_loop_is_refused_when_a_cache_opens() -> None:
+    """Its waits are the first loop's; a cache that found out later would take a running copy for a failed one."""
+    cuda, kv = FakeCuda(), make_kv(8)
+    device = CudaDevice(runtime=cuda)
+    options = {"page_size": kv.page_size, "host_bytes": 16 * kv.page_nbytes, "host_reserve_bytes": 0}
+
+    async def opened() -> None:
+        async with HiCache.open(CacheConfig.from_mapping(options), kv=kv, device=device):
+            pass
+
+    asyncio.run(opened())
+    with pytest.raises(WrongLoopError, match="one device for each loop"):
+        asyncio.run(opened())
+    cuda.end()

@@ -8,6 +8,7 @@ import itertools
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,16 @@ def test_a_refusal_says_how_much_and_what_the_limit_is() -> None:
     for word in (str(5 * CHUNK), str(2 * CHUNK), "out of memory", "ulimit -l", "host_bytes"):
         assert word in str(refused.value)
     assert not cuda.registered and not pinned.cuts
+
+
+def test_what_is_abandoned_is_kept() -> None:
+    """Dropped or not, it stays pinned, and its memory is nobody else's."""
+    cuda, pinned, memory = allocate(3 * CHUNK)
+    kept = weakref.ref(memory)
+    pinned.abandon()
+    del memory
+    gc.collect()
+    assert kept() is not None and len(cuda.registered) == 3
 
 
 def test_what_may_be_in_use_for_ever_stays_pinned_at_exit(tmp_path: Path) -> None:

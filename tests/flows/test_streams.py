@@ -399,3 +399,24 @@ async def test_who_waits_for_pages_gets_those_of_whichever_stream_ends(open_cach
         assert len((await waiting).pages) == 2
         assert (rig.where("ab"), rig.where("xy")) == (("hh", "bb") if ends == "a" else ("bb", "hh"))
     rig.virtual.let_go()
+
+
+async def test_a_failed_eviction_fails_nobody_but_what_it_was_to_keep(open_cache: Opener) -> None:
+    """Whoever gets the pages is ordered behind the copy and hears nothing of it: it has no use for those bytes."""
+    rig = await on_host(
+        open_cache, "abc", device_pages=8, write_policy="write_back", write_back_low_water=0.0
+    )
+    rig.virtual.auto = True
+    for letters in ("uvw", "xyz"):
+        await rig.serve(letters)
+    rig.virtual.auto = False
+    rig.virtual.fail_next(OSError("the bus is on fire"))
+    with rig.lease("abc") as request:
+        loading = await request.load(total_tokens=20)
+        rig.virtual.auto = True
+        rig.virtual.advance_all()
+        await loading.finished()
+        rig.check(request, 12)
+        request.allocate_nowait(20).block()
+        await turns()
+    assert rig.counters["failed_copies"] == 1

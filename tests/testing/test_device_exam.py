@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hicache_async._fence import ThreadFence
+from hicache_async._fence import AllFences, ThreadFence
 from hicache_async._progress import CopyProgress, LayerFence
 from hicache_async.abc import CopyPlan, Device, Fence
 from hicache_async.device.cpu import CpuDevice
@@ -173,6 +173,137 @@ class BlocksForEver(Broken):
         return ThreadFence(asyncio.get_running_loop())
 
 
+class WaitsForTheFirstFence(Broken):
+    def host_to_device(self, plan: CopyPlan, after: Sequence[Fence]) -> Sequence[LayerFence]:
+        return super().host_to_device(plan, after[:1])
+
+
+class IgnoresCombinedFences(Broken):
+    def device_to_host(self, plan: CopyPlan, after: Sequence[Fence]) -> LayerFence:
+        return super().device_to_host(plan, [fence for fence in after if not isinstance(fence, AllFences)])
+
+
+class WaitsForTheFirstPart(Broken):
+    async def wait(self, fence: Fence) -> None:
+        await super().wait(fence.fences[0] if isinstance(fence, AllFences) else fence)
+
+
+class Orders(LayerFence):
+    """What a fence of a copy is to who does not ask whether the copy failed."""
+
+    @property
+    def error(self) -> None:
+        return None
+
+
+class ForgetsThatCopiesFail(Broken):
+    def device_to_host(self, plan: CopyPlan, after: Sequence[Fence]) -> LayerFence:
+        quiet = [
+            Orders(fence.progress, fence.layer) if isinstance(fence, LayerFence) else fence for fence in after
+        ]
+        return super().device_to_host(plan, quiet)
+
+
+class RaisesWhatItOnlyOrders(Broken):
+    """The failure comes along with the place."""
+
+    class Raises(LayerFence):
+        def ordering(self) -> LayerFence:
+            return self
+
+    def device_to_host(self, plan: CopyPlan, after: Sequence[Fence]) -> LayerFence:
+        fence = super().device_to_host(plan, after)
+        return self.Raises(fence.progress, fence.layer)
+
+
+class SharesOneFence(Broken):
+    def host_to_device(self, plan: CopyPlan, after: Sequence[Fence]) -> Sequence[LayerFence]:
+        return [super().host_to_device(plan, after)[-1]] * plan.kv.num_layers
+
+
+class CountsDown(Broken):
+    def host_to_device(self, plan: CopyPlan, after: Sequence[Fence]) -> Sequence[LayerFence]:
+        fences = super().host_to_device(plan, after)
+        for fence in fences:
+            fence.sequence = -fence.sequence
+        return fences
+
+
+class GivesOnePlace(Broken):
+    def device_to_host(self, plan: CopyPlan, after: Sequence[Fence]) -> LayerFence:
+        fence = super().device_to_host(plan, after)
+        fence.sequence = 0
+        return fence
+
+
+class ClaimsOneStream(Broken):
+    """Both directions count as one, each for itself."""
+
+    def host_to_device(self, plan: CopyPlan, after: Sequence[Fence]) -> Sequence[LayerFence]:
+        fences = super().host_to_device(plan, after)
+        for fence in fences:
+            fence.stream = self
+        return fences
+
+    def device_to_host(self, plan: CopyPlan, after: Sequence[Fence]) -> LayerFence:
+        fence = super().device_to_host(plan, after)
+        fence.stream = self
+        return fence
+
+
+class PassesHeldCopies(Broken):
+    """Copies that wait are passed by others, which claim places behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._others = CpuDevice()
+        self._next = 0
+
+    def host_to_device(self, plan: CopyPlan, after: Sequence[Fence]) -> Sequence[LayerFence]:
+        device = self._others if after else super()
+        fences = device.host_to_device(plan, after)
+        for fence in fences:
+            fence.stream, fence.sequence = self, self._next
+            self._next += 1
+        return fences
+
+    async def aclose(self) -> None:
+        await self._others.aclose()
+        await super().aclose()
+
+
+class Unrecorded(LayerFence):
+    @property
+    def is_recorded(self) -> bool:
+        return self.passed()
+
+
+class SaysThatAllIsRecorded(Broken):
+    def device_to_host(self, plan: CopyPlan, after: Sequence[Fence]) -> LayerFence:
+        fence = super().device_to_host(plan, after)
+        return Unrecorded(fence.progress, fence.layer)
+
+    async def recorded(self, fences: Sequence[Fence]) -> None:
+        return
+
+
+class SubmitWaits(Broken):
+    """Copies in the calling thread, what has nothing to wait for."""
+
+    def host_to_device(self, plan: CopyPlan, after: Sequence[Fence]) -> Sequence[LayerFence]:
+        fences = super().host_to_device(plan, after)
+        if all(fence.passed() for fence in after):
+            fences[-1].block()
+        return fences
+
+
+class SubmitWaitsForFences(Broken):
+    def device_to_host(self, plan: CopyPlan, after: Sequence[Fence]) -> LayerFence:
+        for fence in after:
+            fence.block()
+        return super().device_to_host(plan, after)
+
+
 CAUGHT_BY: dict[type[Broken], str] = {
     ShortBuffer: "gives_host_buffers",
     LeavesOutTheLastPage: "moves_what_was_there_when_it_was_submitted_for",
@@ -190,6 +321,19 @@ CAUGHT_BY: dict[type[Broken], str] = {
     CancelsWithTheWait: "goes_on_when_a_wait_is_cancelled",
     NeverCloses: "closes_for_good",
     BlocksForEver: "waits_for_any_fence",
+    WaitsForTheFirstFence: "stays_behind_every_fence",
+    IgnoresCombinedFences: "stays_behind_combined_fences",
+    WaitsForTheFirstPart: "stays_behind_combined_fences",
+    ForgetsThatCopiesFail: "fails_behind_a_copy_that_failed",
+    RaisesWhatItOnlyOrders: "orders_behind_a_failure",
+    SharesOneFence: "gives_a_fence_for_each_layer",
+    CountsDown: "gives_places_that_ascend",
+    GivesOnePlace: "gives_places_that_ascend",
+    ClaimsOneStream: "has_streams_for_each_direction",
+    PassesHeldCopies: "passes_in_the_order_of_places",
+    SaysThatAllIsRecorded: "has_recorded_when_it_says_so",
+    SubmitWaits: "submits_without_waiting",
+    SubmitWaitsForFences: "submits_without_waiting",
 }
 
 
@@ -200,6 +344,15 @@ def test_a_broken_device_is_caught(broken: type[Broken], monkeypatch: pytest.Mon
     monkeypatch.setattr("hicache_async.testing._device_fences.BLOCK_S", 0.5)
     with pytest.raises(AssertionError, match=CAUGHT_BY[broken]):
         check_device(broken, only=[CAUGHT_BY[broken]])
+
+
+@pytest.mark.parametrize("broken", [SubmitWaits, SubmitWaitsForFences], ids=lambda broken: broken.__name__)
+def test_a_submit_that_waits_ends_the_exam(broken: type[Broken], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked first, and nothing else then: a copy of another check would hold the loop for ever."""
+    monkeypatch.setattr("hicache_async.testing._device_fences.BLOCK_S", 0.5)
+    with pytest.raises(AssertionError, match="a submit did not return") as caught:
+        check_device(broken)
+    assert str(caught.value).startswith("1 of ")
 
 
 def test_a_report_names_every_fault() -> None:

@@ -294,6 +294,10 @@ async def test_one_that_waits_may_be_passed() -> None:
     with pytest.raises(InvariantError, match="put it behind the last fence"):
         device.host_to_device(tiers.plan([0], [3]), [])
     device.host_to_device(tiers.plan([0], [3]), [waiting])
+    with pytest.raises(InvariantError, match="put it behind the last fence"):
+        device.host_to_device(
+            tiers.plan([2], [3]), [device.fence()]
+        )  # nor may it pass one that does not wait
 
 
 async def test_a_test_may_fail_a_copy() -> None:

@@ -56,7 +56,10 @@ class FencedPages:
         self._pages[added] = pages
         self.num_pages += len(pages)
         for part in parts(fence):
-            name, sequence = (part.stream, part.sequence) if isinstance(part, OrderedFence) else (part, 0)
+            name: object = part
+            sequence = 0
+            if isinstance(part, OrderedFence):
+                name, sequence, part = part.stream, part.sequence, part.ordering()
             if (stream := self._streams.get(name)) is None:
                 stream = self._streams[name] = _Stream(len(self._pages))
             stream.tag(added, sequence, part)

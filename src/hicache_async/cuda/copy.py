@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
-from .._fence import parts
+from .._fence import POLL_S, parts
 from .._progress import CopyProgress, LayerFence
 from ..abc import CopyPlan, Fence
 from ..config import IoMode
@@ -60,7 +62,7 @@ class CudaCopy:
         self._stream = stream
         self._plan = plan
         self._is_to_device = is_to_device
-        self._after = [fence for combined in after for fence in parts(combined)]
+        self._after: Sequence[Fence] = [fence for combined in after for fence in parts(combined)]
         self._events: list[Event] = []
         self._error: tuple[int, BaseException] | None = None
         self.recording = recording
@@ -82,6 +84,7 @@ class CudaCopy:
 
     def fail(self, error: BaseException) -> None:
         """Give up a copy of which nothing was queued."""
+        self._after, self.awaited = [], ()
         self.recording.fail(error)
 
     def run(self) -> None:
@@ -89,14 +92,25 @@ class CudaCopy:
         try:
             with self._runtime.on(self._stream):
                 for fence in self._after:
-                    if isinstance(fence, CudaFence) and _is_recorded(fence):
+                    if isinstance(fence, CudaFence) and fence.has_event:
                         self._runtime.order(self._stream, fence.event)
                 try:
                     self._queue()
                 except BaseException as error:  # noqa: BLE001 - its fences carry what it raised
                     self._end_failed(error)
-        except BaseException as lost:  # noqa: BLE001 - nothing can be queued any more, so nothing moves any more
-            self.recording.fail(lost)
+        except BaseException as refused:  # noqa: BLE001 - the top level of a job, and not even an event can be had
+            self._wait_here()
+            self.recording.fail(refused)
+        finally:
+            self._after, self.awaited = [], ()  # else each copy would keep all those before it
+
+    def _wait_here(self) -> None:
+        # As failed its fences pass at once: not before what it is behind, and what was queued of it, is over.
+        for fence in self._after:
+            while not fence.passed():
+                time.sleep(POLL_S)
+        with contextlib.suppress(RuntimeError):  # a lost device moves nothing any more
+            self._runtime.synchronize(self._stream)
 
     def _queue(self) -> None:
         for fence in self._after:
@@ -141,10 +155,6 @@ class CudaCopy:
             self._error = num_recorded, error
             while not self.recording.is_over:
                 self.recording.advance()
-
-
-def _is_recorded(fence: CudaFence) -> bool:
-    return fence.recording is None or fence.recording.error is None
 
 
 class CopyPoint:

@@ -5,30 +5,27 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
 
 import torch
 
-from .._copy_queue import CopyQueue
 from .._fence import AllFences, ThreadFence, parts, poll
 from .._log import logger
 from .._progress import CopyProgress, LayerFence
 from .._threads import DaemonThreads
 from ..abc import CopyPlan, Fence, PagedBytes
 from ..config import IoMode
-from ..errors import ClosedError
+from ..errors import ClosedError, WrongLoopError
 from ..memory.copying import check_plan
 from ._waiting import Event
 from .copy import CopyPoint, CudaCopy
 from .events import EventBridge
 from .fences import CudaFence, Recorded, StreamOrder
+from .lines import Direction, OwnStreams
 from .pinned import PinnedMemory
 from .runtime import Runtime, Stream
 from .torch_runtime import TorchRuntime
-
-NUM_TRIES = 64
-"""Twice as many streams as torch has of a kind."""
 
 
 class CudaDevice:
@@ -60,15 +57,15 @@ class CudaDevice:
     ) -> None:
         self._runtime: Runtime = TorchRuntime(device) if runtime is None else runtime
         self._compute_stream = self._runtime.default_stream() if compute_stream is None else compute_stream
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._pinned = PinnedMemory(self._runtime)
         self._bridge = EventBridge(in_thread=low_latency)
-        self._submits = DaemonThreads(1, "hicache-submit")
         self._helpers = DaemonThreads(1, "hicache-pin")
-        self._taken = {self._runtime.key(self._compute_stream)}
-        self._to_device = _Direction("host_to_device", self._line)
-        self._to_host = _Direction("device_to_host", self._line)
+        streams = OwnStreams(self._runtime, taken=self._compute_stream)
+        self._to_device = Direction("host_to_device", streams)
+        self._to_host = Direction("device_to_host", streams)
         self._orders: weakref.WeakValueDictionary[object, StreamOrder] = weakref.WeakValueDictionary()
-        self._is_closed = False
+        self._released: Future[None] | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} on {self._runtime!r}, {self._pinned.nbytes} bytes pinned>"
@@ -77,8 +74,10 @@ class CudaDevice:
         """Get ready to copy pages of ``kv`` in ``io_mode``, off the loop.
 
         Raises:
-            ConfigError: its kernels are not installed, or ``kv`` is elsewhere.
+            ConfigError: its kernels are not installed, or ``kv`` is elsewhere. WrongLoopError: it serves another
+                loop. ClosedError: it was closed.
         """
+        self._check_usable()
         self._runtime.check_device(kv.planes(0)[0].device)
         if io_mode is IoMode.KERNEL:
             await asyncio.wrap_future(self._helpers.submit(self._runtime.check_kernels))
@@ -93,6 +92,7 @@ class CudaDevice:
             ConfigError: the system does not let so much be pinned.
         Cancellation: the worker stops after the chunk in hand and the memory is given back.
         """
+        self._check_usable()
         cancelled = threading.Event()
         try:
             pinned = self._helpers.submit(self._pinned.allocate, nbytes, cancelled)
@@ -149,6 +149,8 @@ class CudaDevice:
             if not fence.passed():
                 await self._bridge.wait(fence.event, stream=fence.stream, sequence=fence.sequence)
                 fence.passed()  # so that the fences before it on the stream know, and are asked no more
+            self._to_device.forget_passed()
+            self._to_host.forget_passed()
             if fence.error is not None:
                 raise fence.error
         elif isinstance(fence, AllFences):
@@ -160,37 +162,35 @@ class CudaDevice:
     async def aclose(self) -> None:
         """Fail the copies that were not queued and let go of the threads; waits for none that runs.
 
-        Memory stays pinned where a copy still uses it. Who waits for such a copy goes on waiting.
+        Memory stays pinned, and is kept, where a copy still uses it. Who waits for such a copy goes on waiting.
+        Cancellation: ends the wait for memory to be unpinned, which goes on; a second call waits for it again.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
-        closed = ClosedError("the device was closed before this copy was queued")
-        self._to_device.close(closed)
-        self._to_host.close(closed)
-        self._submits.shutdown()
-        self._bridge.close()
-        if self._to_device.is_idle and self._to_host.is_idle:
-            await asyncio.wrap_future(self._helpers.submit(self._pinned.release))
-        else:
-            self._pinned.abandon()
-            logger.warning("device.copies_running", pinned_bytes=self._pinned.nbytes)
-        self._helpers.shutdown()
+        if self._released is None:
+            closed = ClosedError("the device was closed before this copy was queued")
+            self._to_device.close(closed)
+            self._to_host.close(closed)
+            self._bridge.close()
+            is_idle = self._to_device.is_idle and self._to_host.is_idle
+            if not is_idle:
+                logger.warning("device.copies_running", pinned_bytes=self._pinned.nbytes)
+            self._released = self._helpers.submit(self._pinned.release if is_idle else self._pinned.abandon)
+            self._released.add_done_callback(lambda _: self._helpers.shutdown())
+        await asyncio.wait([asyncio.wrap_future(self._released)])
 
-    def _line(self, name: str) -> _Line:
-        # Streams are given out in turn from a few, so this one may be the engine's, or that of another line.
-        for _ in range(NUM_TRIES):
-            stream = self._runtime.new_stream()
-            if (key := self._runtime.key(stream)) not in self._taken:
-                self._taken.add(key)
-                break
-        return _Line(name, stream, key, self._submits)
+    def _check_usable(self) -> None:
+        if self._released is not None:
+            raise ClosedError("the device is closed; make a new CudaDevice")
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        elif self._loop is not loop:
+            raise WrongLoopError("this CudaDevice serves another loop; make one device for each loop")
 
     def _submit(
-        self, direction: _Direction, plan: CopyPlan, after: Sequence[Fence], *, num_fences: int
+        self, direction: Direction, plan: CopyPlan, after: Sequence[Fence], *, num_fences: int
     ) -> list[CudaFence]:
         check_plan(plan)
-        line = direction.behind_engine if self._waits_for_engine(after) else direction.at_once
+        line = direction.line_for(self._waits_for(after))
         place = line.order.place(num_fences)
         copy = CudaCopy(
             self._runtime,
@@ -208,13 +208,13 @@ class CudaDevice:
         line.under_way(fences[-1])
         return fences
 
-    def _waits_for_engine(self, after: Sequence[Fence]) -> bool:
+    def _waits_for(self, after: Sequence[Fence]) -> Hashable:
+        """Return what a copy behind ``after`` waits for, but for copies that wait for nothing; None: nothing."""
         own = self._to_device.at_once.order, self._to_host.at_once.order
-        return any(
-            not fence.passed() and not (isinstance(fence, CudaFence) and fence.stream in own)
-            for combined in after
-            for fence in parts(combined)
-        )
+        for fence in (fence for combined in after for fence in parts(combined)):
+            if not fence.passed() and not (isinstance(fence, CudaFence) and fence.stream in own):
+                return fence.stream if isinstance(fence, CudaFence) else "threads"
+        return None
 
     def _fence(self, order: StreamOrder, place: int, point: Recorded) -> CudaFence:
         return CudaFence(self._runtime, order, place, point, compute_stream=self._compute_stream)
@@ -229,43 +229,3 @@ class _EnginePoint:
         self.event = event
         self.error: BaseException | None = None
         self.recording: LayerFence | None = None
-
-
-class _Direction:
-    """The two lines of one direction: a copy that waits for the engine holds up none that does not."""
-
-    def __init__(self, name: str, make_line: Callable[[str], _Line]) -> None:
-        self.name = name
-        self.at_once = make_line(name)
-        self.behind_engine = make_line(f"{name} behind the engine")
-
-    def close(self, error: BaseException) -> None:
-        """Fail what is not queued."""
-        self.at_once.queue.close(error)
-        self.behind_engine.queue.close(error)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether every copy is over."""
-        return self.at_once.is_idle and self.behind_engine.is_idle
-
-
-class _Line:
-    """A stream, what waits to be queued on it, and the copies that are not over."""
-
-    def __init__(self, name: str, stream: Stream, key: Hashable, threads: DaemonThreads) -> None:
-        self.stream = stream
-        self.order = StreamOrder(key)
-        self.queue = CopyQueue(threads, name)
-        self._ends: deque[CudaFence] = deque()
-
-    def under_way(self, end: CudaFence) -> None:
-        """Remember a copy by its last fence until it is over."""
-        while self._ends and self._ends[0].passed():
-            self._ends.popleft()
-        self._ends.append(end)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether every copy is over. Each is asked: those that were never queued fail before those that were."""
-        return all(end.passed() for end in self._ends)

@@ -190,6 +190,8 @@ class _ThreadPoller:
         while self._wanted.wait() and not self._closed:
             if self._waiting.has_completed():
                 self._settled.clear()
+                if self._closed:
+                    return
                 post_to_loop(post, self._settle)
                 self._settled.wait()  # all that have completed until the loop comes to it wake it once
             elif not self._waiting:

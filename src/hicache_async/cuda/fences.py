@@ -57,19 +57,39 @@ class CudaFence(OrderedFence):
         order: the stream's; ``sequence``: its place there.
         point: what is there.
         compute_stream: what ``block(None)`` orders.
+        only_orders: whether it keeps to itself what failed.
     """
 
-    __slots__ = ("_compute_stream", "_lost", "_order", "_point", "_runtime")
+    __slots__ = ("_compute_stream", "_lost", "_only_orders", "_order", "_point", "_runtime")
 
     def __init__(
-        self, runtime: Runtime, order: StreamOrder, sequence: int, point: Recorded, *, compute_stream: Stream
+        self,
+        runtime: Runtime,
+        order: StreamOrder,
+        sequence: int,
+        point: Recorded,
+        *,
+        compute_stream: Stream,
+        only_orders: bool = False,
     ) -> None:
         super().__init__(order, sequence)
         self._runtime = runtime
         self._order = order
         self._point = point
         self._compute_stream = compute_stream
+        self._only_orders = only_orders
         self._lost: RuntimeError | None = None
+
+    def ordering(self) -> CudaFence:
+        """Return a fence of the same place that raises nothing."""
+        return CudaFence(
+            self._runtime,
+            self._order,
+            self.sequence,
+            self._point,
+            compute_stream=self._compute_stream,
+            only_orders=True,
+        )
 
     def __repr__(self) -> str:
         state = "open" if not self.passed() else "passed" if self.error is None else "failed"
@@ -78,33 +98,38 @@ class CudaFence(OrderedFence):
     @property
     def recording(self) -> LayerFence | None:
         """Passes when a stream can be ordered behind this fence; None: it can."""
-        return self._point.recording
+        recording = self._point.recording
+        return recording.ordering() if recording is not None and self._only_orders else recording
 
     @property
     def is_recorded(self) -> bool:
         """Whether a stream can be ordered behind it, or it has failed."""
-        return self.recording is None or self.recording.passed()
+        return self._point.recording is None or self._point.recording.passed()
+
+    @property
+    def has_event(self) -> bool:
+        """Whether something is recorded here, once ``recording`` has passed; else nothing was done."""
+        return self._point.recording is None or self._point.recording.error is None
 
     @property
     def event(self) -> Event:
-        """What is recorded here. Only once ``recording`` has passed."""
+        """What is recorded here, if anything is."""
         return self._point.event
 
     @property
     def error(self) -> BaseException | None:
         """What failed here, as far as that is known."""
-        if self.recording is not None and self.recording.error is not None:
-            return self.recording.error
+        if self._only_orders:
+            return None
+        if self._point.recording is not None and self._point.recording.error is not None:
+            return self._point.recording.error
         return self._lost or self._point.error
 
     def passed(self) -> bool:
         """Return whether the stream has come this far, or is lost. Never blocks; any thread."""
-        if self.recording is not None:
-            if not self.recording.passed():
-                return False
-            if self.recording.error is not None:
-                return True
-        if self._lost is not None or self._order.passed >= self.sequence:
+        if not self.is_recorded:
+            return False
+        if not self.has_event or self._lost is not None or self._order.passed >= self.sequence:
             return True
         try:
             passed = self.event.query()
@@ -127,4 +152,5 @@ class CudaFence(OrderedFence):
             self.recording.block()
         if self.error is not None:
             raise self.error
-        self._runtime.order(self._compute_stream if stream is None else stream, self.event)
+        if self.has_event:
+            self._runtime.order(self._compute_stream if stream is None else stream, self.event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 import weakref
@@ -21,6 +22,10 @@ CHUNK_NBYTES = 1 << 30
 """Bytes of one registration: the driver is locked while one runs, and a cancel waits for its end."""
 
 
+_abandoned: list[NDArray[np.uint8]] = []
+"""What nobody may free any more. The one thing here that outlives its owner, because a device may."""
+
+
 class PinnedMemory:
     """The pinned buffers of one device.
 
@@ -37,6 +42,7 @@ class PinnedMemory:
         self._runtime = runtime
         self._chunk_nbytes = chunk_nbytes
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._pinned: dict[int, int] = {}
         self._releases: list[weakref.finalize[Any, NDArray[np.uint8]]] = []
         self.cuts: Sequence[int] = ()
@@ -77,9 +83,9 @@ class PinnedMemory:
             release()
 
     def abandon(self) -> None:
-        """Leave pinned at exit what a copy may be using for ever: to unpin it would wait for that copy."""
-        for release in self._taken():
-            release.atexit = False
+        """Keep memory, pinned, until the process ends: a copy may be using it for ever, and to unpin waits for that."""
+        kept = (release.detach() for release in self._taken())
+        _abandoned.extend(parts[0] for parts in kept if parts is not None)
 
     def _taken(self) -> list[weakref.finalize[Any, NDArray[np.uint8]]]:
         with self._lock:
@@ -96,6 +102,8 @@ class PinnedMemory:
                 self.cuts = cuts  # a new list each time: copies read the one they began with
 
     def _unpin(self, addresses: Sequence[int]) -> None:
+        if os.getpid() != self._pid:  # a forked child has the memory, and not the device
+            return
         for address in addresses:
             try:
                 self._runtime.unregister(address)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
+from .._fence import PassedFence
 from .._hop import Hop
 from ..abc import Fence
 from ..core.clear import clear_all
@@ -68,10 +69,13 @@ class Movers:
             self.offloads.offload_path(end, min_hits=min_hits)
         self.back_up(end)
 
-    def fence(self, stream: object | None = None) -> Fence:
-        """Return a fence behind what ``stream`` has queued; None: what the engine computes on."""
+    def fence(self) -> Fence:
+        """Return a fence behind what the engine's compute stream has queued.
+
+        A device that cannot give one is lost: the cache fails, and keeps nothing that would be behind it.
+        """
         ctx = self.ctx
-        return ctx.device.fence(ctx.kv.compute_stream if stream is None else stream)
+        return ctx.attempt(lambda: ctx.device.fence(ctx.kv.compute_stream)) or PassedFence()
 
     def hold(self, end: Node, fence: Fence) -> None:
         """Keep the device pages up to ``end`` until the forward behind ``fence`` is over; then the policy acts.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Awaitable, Callable
 
-from .._fence import POLL_S, ThreadFence
+from .._fence import POLL_S, AllFences, PassedFence, ThreadFence
 from ..abc import Fence
 from ._device_bench import NUM_LAYERS, Bench, Tiers, device_page, host_page, new_page
 from .golden import check_page, fill_page
@@ -41,12 +42,48 @@ class ForeignFence:
         self._passed.set()
 
 
+class SubmitWaitsError(AssertionError):
+    """A submit waits in the loop for what only the loop would let pass, so every other check would hang."""
+
+
+async def submits_without_waiting(bench: Bench) -> None:
+    """Whatever a copy stays behind, or queues behind, its submit returns before that has passed."""
+    # The fence that passes without the loop comes first: from a submit that waits it is the way out.
+    thread_fence, engine_fence = ThreadFence(asyncio.get_running_loop()), ForeignFence()
+    await _submits_without_waiting(bench, engine_fence, engine_fence.settle)
+    await _submits_without_waiting(bench, thread_fence, thread_fence.set)
+
+
+async def _submits_without_waiting(bench: Bench, fence: Fence, let_pass: Callable[[], None]) -> None:
+    tiers = await bench.tiers()
+    way_out = threading.Timer(BLOCK_S, let_pass)
+    way_out.start()
+    try:
+        fences = [
+            *bench.load(tiers.plan([0], [0]), fence),
+            *bench.load(tiers.plan([1], [1])),
+            bench.offload(tiers.plan([2], [2]), fence),
+            bench.offload(tiers.plan([3], [3])),
+        ]
+        if fence.passed():
+            raise SubmitWaitsError("a submit did not return before the fence that its copy is behind")
+    finally:
+        way_out.cancel()
+        let_pass()
+    for submitted in fences:
+        await bench.device.wait(submitted)
+    tiers.check({0: host_page(0), 1: host_page(1)}, {2: device_page(2), 3: device_page(3)})
+
+
 async def gives_a_fence_for_each_layer(bench: Bench) -> None:
     """In layer order: when one has passed, that layer and those before it are there."""
     tiers = await bench.tiers()
     for layer in range(NUM_LAYERS):
         fences = bench.load(tiers.plan([layer], [layer]))
         assert len(fences) == NUM_LAYERS, f"{len(fences)} fences for {NUM_LAYERS} layers"
+        assert len(set(map(id, fences))) == NUM_LAYERS, (
+            "layers share a fence, so none can be used before another"
+        )
         await bench.device.wait(fences[layer])
         _check_layers(tiers, layer, host_page(layer), layer)
         assert all(fence.passed() for fence in fences[: layer + 1]), "a fence before it has not passed"
@@ -142,24 +179,31 @@ def _in_thread(work: Callable[[], None]) -> None:
 
 
 async def fails_behind_a_failed_fence(bench: Bench) -> None:
-    """The copy moves nothing, its fences raise the very error, and the next copy goes on."""
-    for kind in ("thread", "engine"):
+    """The copy moves nothing, its fences raise the very error, and the next copy goes on.
+
+    Wherever it is among the fences that the copy is behind, one that is combined with others too.
+    """
+    for kind, given in itertools.product(("thread", "engine"), ("alone", "last", "combined")):
         tiers = await bench.tiers()
         error = RuntimeError("the forward failed")
         fence = ThreadFence(asyncio.get_running_loop()) if kind == "thread" else ForeignFence()
-        loaded = bench.load(tiers.plan([0], [0]), fence)
-        offloaded = bench.offload(tiers.plan([1], [1]), fence)
+        after: list[Fence] = [fence] if given == "alone" else [PassedFence(), fence]
+        if given == "combined":
+            after = [AllFences(after)]
+        loaded = bench.load(tiers.plan([0], [0]), *after)
+        offloaded = bench.offload(tiers.plan([1], [1]), *after)
         later = bench.load(tiers.plan([2], [2])), bench.offload(tiers.plan([3], [3]))
         fence.fail(error) if isinstance(fence, ThreadFence) else fence.settle(error)
         for failed in (*loaded, offloaded):
-            await _raises(bench.device.wait(failed), error)
+            await expect_error(bench.device.wait(failed), error)
             assert failed.passed(), "a fence that failed has not passed: who asks it would ask for ever"
         await bench.device.wait(later[0][-1])
         await bench.device.wait(later[1])
         tiers.check({2: host_page(2)}, {3: device_page(3)})
 
 
-async def _raises(waiting: Awaitable[None], error: Exception) -> None:
+async def expect_error(waiting: Awaitable[None], error: Exception) -> None:
+    """Wait for what must fail, with this very error."""
     try:
         await waiting
     except Exception as found:  # noqa: BLE001 - compared with the one that must come
@@ -179,7 +223,7 @@ async def waits_for_any_fence(bench: Bench) -> None:
     thread_fence.set()
     engine_fence.settle(error := OSError("the stream is lost"))
     await waits[0]
-    await _raises(waits[1], error)
+    await expect_error(waits[1], error)
 
 
 async def goes_on_when_a_wait_is_cancelled(bench: Bench) -> None:
@@ -200,6 +244,7 @@ async def goes_on_when_a_wait_is_cancelled(bench: Bench) -> None:
 
 
 FENCE_CHECKS = (
+    submits_without_waiting,
     gives_a_fence_for_each_layer,
     stays_behind_a_thread_fence,
     stays_behind_a_fence_of_the_engine,

@@ -21,14 +21,15 @@ from pathlib import Path
 
 from ..abc import Device
 from ._device_bench import Bench
-from ._device_fences import FENCE_CHECKS
+from ._device_fences import FENCE_CHECKS, SubmitWaitsError
 from ._device_moves import MOVE_CHECKS
+from ._device_order import ORDER_CHECKS
 from ._exam_loop import LoopFactory, Surroundings, check_names, warm_up
 
 CHECKS: dict[str, Callable[[Bench], Awaitable[None]]] = {
-    check.__name__: check for check in (*MOVE_CHECKS, *FENCE_CHECKS)
+    check.__name__: check for check in (*FENCE_CHECKS, *ORDER_CHECKS, *MOVE_CHECKS)
 }
-"""Each property of a device by name."""
+"""Each property of a device by name; first the one without which the others would hang."""
 
 LIMIT_S = 30.0
 """How long one check may take, on a busy machine too."""
@@ -72,6 +73,8 @@ def check_device(
             _run(check, make_device, torch_device, loop_factory)
         except Exception as error:  # noqa: BLE001 - a device may raise anything; the report says what
             failed.append((name, error))
+            if isinstance(error, SubmitWaitsError):
+                break
         else:
             passed.append(name)
     if failed:

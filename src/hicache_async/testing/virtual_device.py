@@ -245,7 +245,8 @@ class VirtualDevice:
             raise InvariantError(f"{copy!r} writes a page twice: {targets.tolist()}")
         for other in self.pending:
             # Within a direction copies keep the order of submit, but one that has to wait may be passed.
-            if (other.to_device is copy.to_device and other.is_ready()) or copy.is_behind(other):
+            both_at_once = other.to_device is copy.to_device and other.is_ready() and copy.is_ready()
+            if both_at_once or copy.is_behind(other):
                 continue
             device_pages = np.intersect1d(copy.plan.device_pages, other.plan.device_pages)
             host_pages = np.intersect1d(copy.plan.host_pages, other.plan.host_pages)
