@@ -29,7 +29,7 @@ from .torch_runtime import TorchRuntime
 
 
 class CudaDevice:
-    """Copy pages on streams of their own in each direction, queued by one thread.
+    """Copy pages on streams of their own in each direction, queued by threads and never by the loop.
 
     Its fences are points on streams. To be ordered behind one costs an engine a stream wait, not a wait; a page is
     used again behind the last thing that touched it, and behind nothing else that the stream does.
