@@ -15,12 +15,12 @@ NUM_PAGES = 64
 Needs = dict[int, StreamFence | None]
 
 
-def grants(data: st.DataObject, pool: PagePool, streams: Streams, needs: Needs) -> Grant:
-    """Draw a grant of pages of the pool: the first ones plain, the others behind one fence."""
+def grants(data: st.DataObject, pool: PagePool, fence: StreamFence, needs: Needs) -> Grant:
+    """Draw a grant of pages of the pool: the first ones plain, the others behind ``fence``."""
     num_pages = data.draw(st.integers(0, 6))
     pages = pool.take(num_pages, Owner.LEASE, fenced=True).pages
     num_plain = data.draw(st.integers(0, num_pages))
-    after = [] if num_plain == num_pages else [streams.fence("s", len(needs))]
+    after = [] if num_plain == num_pages else [fence]
     for index, page in enumerate(pages.tolist()):
         needs[page] = after[0] if index >= num_plain else None
     return Grant(pages, after, num_plain)
@@ -33,8 +33,8 @@ def test_pages_keep_their_own_fences(data: st.DataObject) -> None:
     table, streams = PageTable(pool), Streams()
     needs: Needs = {}
     held: list[int] = []
-    for _ in range(data.draw(st.integers(1, 6))):
-        grant = grants(data, pool, streams, needs)
+    for number in range(data.draw(st.integers(1, 6))):
+        grant = grants(data, pool, streams.fence("s", number), needs)
         table.reserve(grant)
         held += grant.pages.tolist()
         match data.draw(st.sampled_from(["take", "place", "free", "nothing"])):
