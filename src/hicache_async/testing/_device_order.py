@@ -93,10 +93,15 @@ async def orders_behind_a_failure(bench: Bench) -> None:
         )
         if isinstance(failing, OrderedFence):
             ordering = failing.ordering()
-            assert (ordering.stream, ordering.sequence) == (failing.stream, failing.sequence)
+            assert (ordering.stream, ordering.sequence) == (failing.stream, failing.sequence), (
+                f"{ordering!r} has another place than {failing!r}"
+            )
             loaded = bench.load(tiers.plan([1], [1]), ordering)
             offloaded = bench.offload(tiers.plan([2], [2]), ordering)
-            assert not ordering.passed() and not loaded[-1].passed() and not offloaded.passed()
+            assert not ordering.passed(), f"{ordering!r} has passed before its copy"
+            assert not loaded[-1].passed() and not offloaded.passed(), (
+                "a copy ended before the one it is behind"
+            )
         held.fail(error := RuntimeError("the forward failed"))
         await expect_error(bench.device.wait(failing), error)
         if isinstance(failing, OrderedFence):
@@ -109,12 +114,15 @@ async def orders_behind_a_failure(bench: Bench) -> None:
 
 async def gives_places_that_ascend(bench: Bench) -> None:
     """On each of its streams every fence has a higher sequence than all before it, layer by layer, copy by copy."""
-    fences = _ordered(await _mixed_copies(bench))
+    submitted = await _mixed_copies(bench)
+    fences = _ordered(submitted)
     for stream in {fence.stream for fence in fences}:
         places = [fence.sequence for fence in fences if fence.stream == stream]
         assert all(before < behind for before, behind in pairwise(places)), (
             f"in the order of submit the places on {stream!r} are {places}"
         )
+    for fence in submitted:
+        await bench.device.wait(fence)
 
 
 async def has_streams_for_each_direction(bench: Bench) -> None:
@@ -132,7 +140,10 @@ async def has_streams_for_each_direction(bench: Bench) -> None:
 async def passes_in_the_order_of_places(bench: Bench) -> None:
     """While copies are held none of a stream has passed that has a higher place than one that has not."""
     held = ForeignFence()
-    fences = _ordered(await _mixed_copies(bench, held))
+    submitted = await _mixed_copies(bench, held)
+    await bench.device.wait(submitted[0])
+    await asyncio.sleep(SETTLE_S)
+    fences = _ordered(submitted)
     for later in sorted(fences, key=lambda fence: fence.sequence, reverse=True):
         if later.passed():  # asked first, so that one that passes meanwhile is not taken for early
             early = [
@@ -142,7 +153,7 @@ async def passes_in_the_order_of_places(bench: Bench) -> None:
             ]
             assert not early, f"{later!r} has passed, and {early} of the same stream have not"
     held.settle()
-    for fence in fences:
+    for fence in submitted:
         await bench.device.wait(fence)
 
 
@@ -155,11 +166,6 @@ async def _mixed_copies(bench: Bench, held: Fence | None = None) -> list[Fence]:
         fences += bench.load(tiers.plan([page], [page]), *after)
         fences.append(bench.device.fence())
         fences.append(bench.offload(tiers.plan([page + 1], [page + 1]), *after))
-    if held is None:
-        for fence in fences:
-            await bench.device.wait(fence)
-    else:
-        await asyncio.sleep(SETTLE_S)
     return fences
 
 
