@@ -420,3 +420,24 @@ async def test_a_failed_eviction_fails_nobody_but_what_it_was_to_keep(open_cache
         request.allocate_nowait(20).block()
         await turns()
     assert rig.counters["failed_copies"] == 1
+
+
+async def test_a_device_that_cannot_wait_gives_no_page_away(open_cache: Opener) -> None:
+    """Its wait raises while the copy goes on: the pages stay where they are until the fence has passed."""
+    rig = await on_host(open_cache, "abc")
+
+    async def wait(fence: Fence) -> None:
+        raise RuntimeError("not on this loop")
+
+    rig.virtual.wait = wait  # type: ignore[method-assign]
+    with rig.lease("abc") as request:
+        loading = await request.load()
+        await turns()
+        assert rig.cache.stats().hops == 1 and not loading.done
+    assert rig.cache.stats().device.free == rig.kv.num_pages - 3
+    rig.virtual.advance_all()
+    async with asyncio.timeout(10):
+        while rig.cache.stats().hops:  # noqa: ASYNC110 - a hop that ends tells nobody here
+            await asyncio.sleep(0.001)
+    assert rig.counters["failed_copies"] == 1
+    assert rig.cache.stats().device.free == rig.kv.num_pages

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from .._fence import ThreadFence
+from .._fence import POLL_S, ThreadFence
 from .._hop import Hop
 from ..abc import Fence
 from ..core.node import Node
@@ -41,11 +42,16 @@ def awaits_engine(node: Node) -> bool:
 
 
 async def wait_fence(ctx: Context, fence: Fence) -> None:
-    """Wait for a fence of the device or of the engine; raises what failed."""
+    """Wait for a fence of the device or of the engine; raises what failed, and never before it has passed."""
     if isinstance(fence, ThreadFence):
         await fence.wait()
-    else:
+        return
+    try:
         await ctx.device.wait(fence)
+    except Exception:
+        while not fence.passed():  # noqa: ASYNC110 - the device cannot wait, and what it does goes on
+            await asyncio.sleep(POLL_S)
+        raise
 
 
 def open_fences(nodes: Sequence[Node], tier: Tier) -> list[Fence]:
