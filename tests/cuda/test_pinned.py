@@ -78,6 +78,15 @@ def test_a_refusal_says_how_much_and_what_the_limit_is() -> None:
     assert not cuda.registered and not pinned.cuts
 
 
+def test_it_may_be_collected_at_any_moment() -> None:
+    """Also in a thread that is just changing the books of the same device."""
+    cuda, pinned, memory = allocate(2 * CHUNK)
+    with pinned._lock:
+        del memory
+        gc.collect()
+    assert not cuda.registered and pinned.nbytes == 0
+
+
 def test_what_is_abandoned_is_kept() -> None:
     """Dropped or not, it stays pinned, and its memory is nobody else's."""
     cuda, pinned, memory = allocate(3 * CHUNK)

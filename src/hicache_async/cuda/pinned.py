@@ -6,9 +6,8 @@ import os
 import resource
 import threading
 import weakref
-from bisect import insort
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +30,6 @@ class PinnedMemory:
 
     Args:
         chunk_nbytes: a multiple of the system's page size.
-    Attributes:
-        cuts: the addresses at which one registration of a buffer follows another, ascending: no copy may lie across.
 
     **Ownership**: a buffer is the caller's. It is unpinned when it is dropped, by :meth:`release`, or before the
         interpreter exits, whichever comes first: what a process leaves pinned can keep the kernel for long.
@@ -41,17 +38,21 @@ class PinnedMemory:
     def __init__(self, runtime: Runtime, chunk_nbytes: int = CHUNK_NBYTES) -> None:
         self._runtime = runtime
         self._chunk_nbytes = chunk_nbytes
-        self._lock = threading.Lock()
+        # A buffer may be collected, and so unpinned, in whatever this thread does, with the lock held as well.
+        self._lock = threading.RLock()
         self._pid = os.getpid()
-        self._pinned: dict[int, int] = {}
+        self._pinned: dict[int, _Chunk] = {}
         self._releases: list[weakref.finalize[Any, NDArray[np.uint8]]] = []
-        self.cuts: Sequence[int] = ()
 
     @property
     def nbytes(self) -> int:
         """How much is pinned now."""
-        with self._lock:
-            return sum(self._pinned.values())
+        return sum(chunk.nbytes for chunk in self._pinned.copy().values())
+
+    @property
+    def cuts(self) -> list[int]:
+        """The addresses at which one registration of a buffer follows another, ascending: no copy may lie across."""
+        return sorted(address for address, chunk in self._pinned.copy().items() if not chunk.is_first)
 
     def allocate(self, nbytes: int, cancelled: threading.Event) -> NDArray[np.uint8]:
         """Allocate, touch and pin ``nbytes``. Blocks: run it in a worker thread.
@@ -67,10 +68,11 @@ class PinnedMemory:
             if cancelled.is_set():
                 break
             try:
-                self._pin(start + at, min(self._chunk_nbytes, nbytes - at), is_first=at == 0)
+                self._runtime.register(start + at, size := min(self._chunk_nbytes, nbytes - at))
             except RuntimeError as refused:
                 self._unpin(done)
                 raise ConfigError(_refusal(nbytes, at, refused)) from refused
+            self._pinned[start + at] = _Chunk(size, is_first=at == 0)
             done.append(start + at)
         with self._lock:
             self._releases = [release for release in self._releases if release.alive]
@@ -92,15 +94,6 @@ class PinnedMemory:
             releases, self._releases = self._releases, []
         return releases
 
-    def _pin(self, address: int, nbytes: int, *, is_first: bool) -> None:
-        self._runtime.register(address, nbytes)
-        with self._lock:
-            self._pinned[address] = nbytes
-            if not is_first:
-                cuts = list(self.cuts)
-                insort(cuts, address)
-                self.cuts = cuts  # a new list each time: copies read the one they began with
-
     def _unpin(self, addresses: Sequence[int]) -> None:
         if os.getpid() != self._pid:  # a forked child has the memory, and not the device
             return
@@ -109,10 +102,12 @@ class PinnedMemory:
                 self._runtime.unregister(address)
             except RuntimeError as refused:  # the device is lost; there is nothing left to be done
                 logger.warning("device.unpin_failed", fault=repr(refused))
-        with self._lock:
-            for address in addresses:
-                del self._pinned[address]
-            self.cuts = [cut for cut in self.cuts if cut not in addresses]
+            del self._pinned[address]
+
+
+class _Chunk(NamedTuple):
+    nbytes: int
+    is_first: bool
 
 
 def _refusal(nbytes: int, num_pinned: int, refused: RuntimeError) -> str:
