@@ -47,7 +47,7 @@ async def test_a_submit_queues_nothing_in_the_calling_thread(cuda: FakeCuda, ben
 async def test_recorded_waits_for_every_layer(cuda: FakeCuda, device: CudaDevice, bench: Bench) -> None:
     """Behind a fence of a thread nothing is recorded; then all is, though the stream has not begun to move."""
     tiers = await bench.tiers()
-    stream = device._to_device.line_for("threads").stream
+    stream = device._to_device.line_for(frozenset({"threads"})).stream
     cuda.hold(stream)
     gate = ThreadFence(asyncio.get_running_loop())
     fences = bench.load(tiers.plan([0], [0]), gate)
@@ -193,7 +193,9 @@ async def test_streams_are_its_own(cuda: FakeCuda) -> None:
     cuda.new_stream = lambda: next(turns)  # type: ignore[method-assign]
     device = CudaDevice(runtime=cuda, compute_stream=few[2])
     directions = device._to_device, device._to_host
-    streams = [direction.line_for(name).stream for direction in directions for name in (None, "threads")]
+    streams = [
+        direction.line_for(name).stream for direction in directions for name in (None, frozenset({"threads"}))
+    ]
     assert {stream.name for stream in streams} == {f"stream {number}" for number in (0, 1, 3, 4)}
     await device.aclose()
 

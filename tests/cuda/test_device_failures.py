@@ -105,6 +105,7 @@ async def test_close_waits_for_no_copy_and_lies_about_none(
     """Who waits for a copy that goes on goes on waiting; its memory stays pinned; what was not queued fails."""
     tiers = await bench.tiers()
     cuda.hold(device._to_device.at_once.stream)
+    cuda.hold(other := cuda.new_user_stream("other"))
     gate = ThreadFence(asyncio.get_running_loop())
     running = bench.load(tiers.plan([0], [3]))
     gated = bench.load(tiers.plan([1], [1]), gate)
@@ -113,6 +114,9 @@ async def test_close_waits_for_no_copy_and_lies_about_none(
     await asyncio.wait_for(device.aclose(), 10)
     with pytest.raises(ClosedError, match="before this copy was queued"):
         await device.wait(gated[-1])
+    for after in ([], [gate], [device.fence(other)]):
+        with pytest.raises(ClosedError, match="copies nothing any more"):
+            device.host_to_device(tiers.plan([2], [2]), after)
     assert not waiting.done() and cuda.registered
     cuda.hold(device._to_device.at_once.stream, held=False)
     await asyncio.wait_for(waiting, 10)

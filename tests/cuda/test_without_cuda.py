@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hicache_async.cuda import CudaDevice
+from hicache_async.cuda.torch_runtime import RecordedEvent
 from hicache_async.errors import ConfigError
 
 
@@ -72,3 +73,19 @@ def test_a_cuda_device_says_that_there_is_none() -> None:
     with pytest.raises(ConfigError, match="device is cpu"):
         CudaDevice("cpu")
     assert not torch.cuda.is_initialized()
+
+
+def test_a_question_that_is_refused_during_a_capture_is_no_loss() -> None:
+    """While a graph is captured CUDA answers no question; a device that is lost says something else."""
+
+    class Refused:
+        message = "CUDA error: operation not permitted when stream is capturing"
+
+        def query(self) -> bool:
+            raise RuntimeError(self.message)
+
+    event = RecordedEvent(refused := Refused())  # type: ignore[arg-type]
+    assert event.query() is False
+    refused.message = "CUDA error: an illegal memory access was encountered"
+    with pytest.raises(RuntimeError, match="illegal"):
+        event.query()

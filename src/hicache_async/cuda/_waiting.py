@@ -75,7 +75,7 @@ class WaitingEvents:
 
     def has_completed(self) -> bool:
         """Return whether there is something to settle. Any thread."""
-        for queue in tuple(self._queues.values()):
+        for queue in self._queues.copy().values():
             try:
                 _, event, reached = queue[0]
             except IndexError:  # the other thread has just settled it

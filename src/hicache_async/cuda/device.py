@@ -189,6 +189,8 @@ class CudaDevice:
     def _submit(
         self, direction: Direction, plan: CopyPlan, after: Sequence[Fence], *, num_fences: int
     ) -> list[CudaFence]:
+        if self._released is not None:
+            raise ClosedError("the device is closed; it copies nothing any more")
         check_plan(plan)
         line = direction.line_for(self._waits_for(after))
         place = line.order.place(num_fences)
@@ -211,10 +213,13 @@ class CudaDevice:
     def _waits_for(self, after: Sequence[Fence]) -> Hashable:
         """Return what a copy behind ``after`` waits for, but for copies that wait for nothing; None: nothing."""
         own = self._to_device.at_once.order, self._to_host.at_once.order
-        for fence in (fence for combined in after for fence in parts(combined)):
-            if not fence.passed() and not (isinstance(fence, CudaFence) and fence.stream in own):
-                return fence.stream if isinstance(fence, CudaFence) else "threads"
-        return None
+        waits = {
+            fence.stream if isinstance(fence, CudaFence) else "threads"
+            for combined in after
+            for fence in parts(combined)
+            if not fence.passed() and not (isinstance(fence, CudaFence) and fence.stream in own)
+        }
+        return frozenset(waits) or None
 
     def _fence(self, order: StreamOrder, place: int, point: Recorded) -> CudaFence:
         return CudaFence(self._runtime, order, place, point, compute_stream=self._compute_stream)

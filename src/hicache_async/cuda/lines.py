@@ -73,7 +73,7 @@ class Line:
 
 
 class Direction:
-    """The lines of one direction: one for copies that wait for nothing, one for each stream that others wait for."""
+    """The lines of one direction: of copies that wait for nothing, and of those that wait for the same streams."""
 
     def __init__(self, name: str, streams: OwnStreams) -> None:
         self.name = name

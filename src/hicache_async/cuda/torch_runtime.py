@@ -67,15 +67,15 @@ class TorchRuntime:
             raise ConfigError(f"stream is a {type(stream).__name__}; give a torch.cuda.Stream")
         return stream.device_index, stream.cuda_stream
 
-    def record(self, stream: Stream) -> torch.cuda.Event:
+    def record(self, stream: Stream) -> RecordedEvent:
         """Record a fresh event."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
-        return event
+        return RecordedEvent(event)
 
     def order(self, stream: Stream, event: Any) -> None:
         """Let ``stream`` wait for ``event``."""
-        stream.wait_event(event)
+        stream.wait_event(event.event)
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
         """Make ``stream`` and its device current."""
@@ -125,6 +125,32 @@ class TorchRuntime:
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
             raise RuntimeError(f"{_cudart().cudaGetErrorString(code)} (CUDA error {int(code)})")
+
+
+class RecordedEvent:
+    """An event that is recorded.
+
+    While a thread captures a graph in the global mode CUDA refuses to say of any event whether it has completed.
+    That is no answer, and least of all that the device is lost.
+    """
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def query(self) -> bool:
+        """Return whether it has completed, as far as CUDA says. Raises: RuntimeError: the device is lost."""
+        try:
+            return bool(self.event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError as refused:
+            if "captur" in str(refused).lower():
+                return False
+            raise
+
+    def synchronize(self) -> None:
+        """Wait for it in the calling thread."""
+        self.event.synchronize()
 
 
 def _cudart() -> Any:
