@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from typing import Protocol
 
-from ._fence import ThreadFence, parts
+from ._fence import Places, ThreadFence, parts
 from ._progress import LayerFence
 from ._threads import DaemonThreads
 from .abc import Fence
@@ -33,7 +33,7 @@ class QueuedCopy(Protocol):
         ...
 
 
-class CopyQueue:
+class CopyQueue(Places):
     """The copies of one direction: in the order of submit, one at a time, no worker held while waiting.
 
     A copy waits here for the fences before it. Only the first may start, so one thread is enough to
@@ -45,6 +45,7 @@ class CopyQueue:
     """
 
     def __init__(self, threads: Executor, name: str) -> None:
+        super().__init__()
         self._threads = threads
         self._name = name
         self._waiter = DaemonThreads(1, f"hicache-fence-{name}")
@@ -52,15 +53,9 @@ class CopyQueue:
         self._queue: deque[_Entry] = deque()
         self._is_running = False
         self._is_closed = False
-        self._next_sequence = 0
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name} {len(self._queue)} waiting>"
-
-    def place(self, num_layers: int) -> int:
-        """Return the sequence of the first layer of the copy that is submitted next. Loop thread only."""
-        first, self._next_sequence = self._next_sequence, self._next_sequence + num_layers
-        return first
 
     def submit(self, copy: QueuedCopy) -> None:
         """Queue ``copy``; it starts in a worker, never here.

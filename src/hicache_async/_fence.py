@@ -133,6 +133,20 @@ class PassedFence:
         """Return at once."""
 
 
+class Places:
+    """Gives the fences of one stream their places, in the order in which they are asked for."""
+
+    __slots__ = ("__weakref__", "_next_place")
+
+    def __init__(self) -> None:
+        self._next_place = 0
+
+    def place(self, num_fences: int = 1) -> int:
+        """Return the sequence of the first of the next ``num_fences`` fences. Loop thread only."""
+        first, self._next_place = self._next_place, self._next_place + num_fences
+        return first
+
+
 class OrderedFence:
     """A fence that has a place on a stream: it never passes before one of the same stream with a lower sequence.
 
@@ -225,8 +239,13 @@ def resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def poll(fence: Fence) -> None:
-    """Wait for a fence that can only be asked. Raises: what failed. Cancellation: ends the wait only."""
+async def until_passed(fence: Fence) -> None:
+    """Ask a fence until it has passed, failed or not. Cancellation: ends the wait only."""
     while not fence.passed():  # noqa: ASYNC110 - it has no event to wait for
         await asyncio.sleep(POLL_S)
+
+
+async def poll(fence: Fence) -> None:
+    """Wait for a fence that can only be asked. Raises: what failed. Cancellation: ends the wait only."""
+    await until_passed(fence)
     fence.block()

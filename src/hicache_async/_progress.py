@@ -20,7 +20,7 @@ class CopyProgress:
     One object for the whole copy, so that a fence per layer costs little.
 
     Args:
-        name: for messages; what is known of its place on a queue may be told with it.
+        name: for messages.
         stream, first_sequence: where on which queue the first layer stands; the next ones follow it.
     Attributes:
         num_done: layers that have moved.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Protocol
 
-from .._fence import OrderedFence
+from .._fence import OrderedFence, Places
 from .._progress import LayerFence
 from ._waiting import Event
 from .runtime import Runtime, Stream
 
 
-class StreamOrder:
+class StreamOrder(Places):
     """The fences of one stream: their places, and how far the stream is known to have come.
 
     Attributes:
@@ -19,17 +19,12 @@ class StreamOrder:
         passed: the highest sequence that was seen to have passed; -1: none.
     """
 
-    __slots__ = ("__weakref__", "_next", "key", "passed")
+    __slots__ = ("key", "passed")
 
     def __init__(self, key: Hashable) -> None:
+        super().__init__()
         self.key = key
         self.passed = -1
-        self._next = 0
-
-    def place(self, num_fences: int = 1) -> int:
-        """Return the sequence of the first of the next ``num_fences`` fences. Loop thread only."""
-        first, self._next = self._next, self._next + num_fences
-        return first
 
 
 class Recorded(Protocol):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from .._fence import POLL_S, ThreadFence
+from .._fence import ThreadFence, until_passed
 from .._hop import Hop
 from ..abc import Fence
 from ..core.node import Node
@@ -49,8 +48,7 @@ async def wait_fence(ctx: Context, fence: Fence) -> None:
     try:
         await ctx.device.wait(fence)
     except Exception:
-        while not fence.passed():  # noqa: ASYNC110 - the device cannot wait, and what it does goes on
-            await asyncio.sleep(POLL_S)
+        await until_passed(fence)  # the device cannot wait, and what it does goes on
         raise
 
 

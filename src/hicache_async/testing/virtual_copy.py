@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from .._fence import OrderedFence, parts
+from .._fence import OrderedFence, Places, parts
 from .._progress import CopyProgress, LayerFence
 from ..abc import CopyPlan, Fence, PagedBytes
 from ..memory.copying import copy_layer
@@ -32,7 +32,7 @@ def poison(paged: PagedBytes, pages: Pages, value: int = POISON) -> None:
             plane.numpy()[pages] = value
 
 
-class VirtualStream:
+class VirtualStream(Places):
     """Gives work its place; fences know the stream by this object, so no two devices have one in common.
 
     Attributes:
@@ -40,17 +40,12 @@ class VirtualStream:
     """
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self.name = name
         self.queued: deque[VirtualProgress] = deque()
-        self._next_sequence = 0
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
-
-    def place(self, num_layers: int) -> int:
-        """Return the sequence of the first of the next ``num_layers`` layers."""
-        first, self._next_sequence = self._next_sequence, self._next_sequence + num_layers
-        return first
 
 
 class VirtualProgress(CopyProgress):
